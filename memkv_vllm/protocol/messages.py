@@ -1,0 +1,504 @@
+"""The messages of protocol version 1: request and reply classes with their exact layouts.
+
+Every request class has ``TYPE``, ``pack()`` and ``unpack(body)``; ``reply(body)`` parses the reply that
+belongs to it. Layouts are written as ``struct`` formats (little-endian, no padding); ``{k}`` is the key
+length of the batch. Deadlines travel as lengths of time (``timeout_ms``), since clocks differ.
+
+Keys are opaque here: ``memkv_vllm.keys`` says how they are made.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from struct import Struct
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
+
+from memkv_vllm.errors import RemoteProtocolError, StoreError
+from memkv_vllm.protocol import codec
+from memkv_vllm.protocol.frame import MessageType
+from memkv_vllm.types import Extent, MemoryKind, SessionId, Status
+
+R = TypeVar("R", covariant=True)
+
+MAX_ERROR_TEXT = 1024
+
+
+class Request(Protocol[R]):
+    """What ``ClientConnection.request`` takes: a request whose reply is an ``R``."""
+
+    TYPE: ClassVar[MessageType]
+
+    def pack(self) -> bytes:
+        """The body."""
+        ...
+
+    def reply(self, body: memoryview) -> R:
+        """Parse the reply to this very request."""
+        ...
+
+
+class ErrorCode(IntEnum):
+    """Why a request was refused as a whole (error replies and REJECT)."""
+
+    INTERNAL = 1
+    BAD_REQUEST = 2
+    LIMIT = 3
+    DENIED = 4
+    UNKNOWN_REGION = 5
+    VERSION = 6
+    UNKNOWN_KEY = 7
+    BAD_PROOF = 8
+    BUSY = 9
+    CLOSING = 10
+
+
+class ErrorReply(NamedTuple):
+    """Body of an error reply or REJECT: ``<H`` code, then UTF-8 text of at most 1 KiB."""
+
+    code: ErrorCode
+    text: str
+
+    def pack(self) -> bytes:
+        """The body."""
+        return Struct("<H").pack(self.code) + self.text.encode()[:MAX_ERROR_TEXT]
+
+    @classmethod
+    def unpack(cls, body: memoryview) -> ErrorReply:
+        """Parse; an unknown code becomes INTERNAL."""
+        (code,) = codec.unpack_head(Struct("<H"), body)
+        known = code if code in ErrorCode._value2member_map_ else ErrorCode.INTERNAL
+        return cls(ErrorCode(known), bytes(body[2 : 2 + MAX_ERROR_TEXT]).decode("utf-8", "replace"))
+
+    def to_exception(self) -> StoreError:
+        """The exception that a refused request raises at the client."""
+        return StoreError(f"{self.code.name.lower()}: {self.text}")
+
+
+class PutItem(NamedTuple):
+    """One value to store. ``checksum`` is of the batch's algorithm; ``layout`` is a 64-bit fingerprint."""
+
+    key: bytes
+    checksum: int
+    layout: int
+    extent: Extent
+
+
+class GetItem(NamedTuple):
+    """One value to fetch into ``extent``; its length and layout must agree with the stored ones."""
+
+    key: bytes
+    layout: int
+    extent: Extent
+
+
+class GetResult(NamedTuple):
+    """Result of one get. ``checksum``, ``algorithm`` and ``generation`` hold for status OK only."""
+
+    status: Status
+    algorithm: int
+    checksum: int
+    generation: int
+
+
+def _status(value: int) -> Status:
+    """An unknown status means failure, never success (fault P068)."""
+    return Status(value) if value in Status._value2member_map_ else Status.FAILED
+
+
+def _statuses(body: memoryview, count: int) -> list[Status]:
+    codec.expect_length(body, count)
+    return [_status(value) for value in body]
+
+
+def _check_count(count: int) -> None:
+    if count > codec.MAX_BATCH:
+        raise StoreError(f"a batch of {count} items; at most {codec.MAX_BATCH} fit in one message")
+
+
+@dataclass(frozen=True)
+class Put:
+    """Store values out of the client's registered memory. Reply: a status per key.
+
+    Head ``<HBBI``: count, key length, checksum algorithm, timeout_ms. Item ``<{k}sQQIQQ``: key, checksum,
+    layout, region, offset, length.
+    """
+
+    TYPE: ClassVar[MessageType] = MessageType.PUT
+    _HEAD: ClassVar[Struct] = Struct("<HBBI")
+    _ITEM: ClassVar[str] = "{k}sQQIQQ"
+
+    items: Sequence[PutItem]
+    algorithm: int
+    timeout_ms: int
+
+    def pack(self) -> bytes:
+        """The body."""
+        _check_count(len(self.items))
+        k = codec.common_key_length([item.key for item in self.items])
+        rows = ((key, checksum, layout, *extent) for key, checksum, layout, extent in self.items)
+        return self._HEAD.pack(len(self.items), k, self.algorithm, self.timeout_ms) + codec.pack_items(
+            self._ITEM, k, rows
+        )
+
+    @classmethod
+    def unpack(cls, body: memoryview) -> Put:
+        """Parse a request body."""
+        count, k, algorithm, timeout_ms = codec.unpack_head(cls._HEAD, body)
+
+        def make(key: bytes, checksum: int, layout: int, region: int, offset: int, length: int) -> PutItem:
+            return PutItem(key, checksum, layout, Extent(region, offset, length))
+
+        return cls(codec.unpack_items(cls._ITEM, k, count, body, cls._HEAD.size, make), algorithm, timeout_ms)
+
+    def reply(self, body: memoryview) -> list[Status]:
+        """One status per item, in the order sent: ``<B`` each."""
+        return _statuses(body, len(self.items))
+
+
+@dataclass(frozen=True)
+class Get:
+    """Fetch values into the client's registered memory. Reply: a :class:`GetResult` per key.
+
+    Head ``<HBxI``: count, key length, timeout_ms. Item ``<{k}sQIQQ``: key, layout, region, offset, length.
+    Reply item ``<BBQQ``: status, algorithm, checksum, generation.
+    """
+
+    TYPE: ClassVar[MessageType] = MessageType.GET
+    _HEAD: ClassVar[Struct] = Struct("<HBxI")
+    _ITEM: ClassVar[str] = "{k}sQIQQ"
+    _RESULT: ClassVar[str] = "BBQQ"
+
+    items: Sequence[GetItem]
+    timeout_ms: int
+
+    def pack(self) -> bytes:
+        """The body."""
+        _check_count(len(self.items))
+        k = codec.common_key_length([item.key for item in self.items])
+        rows = ((key, layout, *extent) for key, layout, extent in self.items)
+        return self._HEAD.pack(len(self.items), k, self.timeout_ms) + codec.pack_items(self._ITEM, k, rows)
+
+    @classmethod
+    def unpack(cls, body: memoryview) -> Get:
+        """Parse a request body."""
+        count, k, timeout_ms = codec.unpack_head(cls._HEAD, body)
+
+        def make(key: bytes, layout: int, region: int, offset: int, length: int) -> GetItem:
+            return GetItem(key, layout, Extent(region, offset, length))
+
+        return cls(codec.unpack_items(cls._ITEM, k, count, body, cls._HEAD.size, make), timeout_ms)
+
+    @classmethod
+    def pack_reply(cls, results: Sequence[GetResult]) -> bytes:
+        """The reply's body."""
+        return codec.pack_items(cls._RESULT, 0, results)
+
+    def reply(self, body: memoryview) -> list[GetResult]:
+        """One result per item, in the order sent."""
+
+        def make(status: int, algorithm: int, checksum: int, generation: int) -> GetResult:
+            return GetResult(_status(status), algorithm, checksum, generation)
+
+        return codec.unpack_items(self._RESULT, 0, len(self.items), body, 0, make)
+
+
+@dataclass(frozen=True)
+class Exists:
+    """Which shards of which blocks are complete. Reply: one bitmap row per block.
+
+    ``prefixes`` are store keys without their shard suffix (namespace, hash, group). Head ``<HBxH``: count,
+    prefix length, number of shards. Item ``<{k}s``. Reply: per block ``ceil(shards / 8)`` bytes, shard ``i``
+    is bit ``i % 8`` (least significant first) of byte ``i // 8``.
+    """
+
+    TYPE: ClassVar[MessageType] = MessageType.EXISTS
+    _HEAD: ClassVar[Struct] = Struct("<HBxH")
+
+    prefixes: Sequence[bytes]
+    shards: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one bitmap row."""
+        return (self.shards + 7) // 8
+
+    def pack(self) -> bytes:
+        """The body."""
+        _check_count(len(self.prefixes))
+        k = codec.common_key_length(self.prefixes)
+        return self._HEAD.pack(len(self.prefixes), k, self.shards) + b"".join(self.prefixes)
+
+    @classmethod
+    def unpack(cls, body: memoryview) -> Exists:
+        """Parse a request body."""
+        count, k, shards = codec.unpack_head(cls._HEAD, body)
+        if shards == 0:
+            raise RemoteProtocolError("shards", "EXISTS for zero shards")
+        return cls(codec.unpack_items("{k}s", k, count, body, cls._HEAD.size, bytes), shards)
+
+    def reply(self, body: memoryview) -> list[bool]:
+        """Per block: are all its shards there?"""
+        codec.expect_length(body, len(self.prefixes) * self.row_bytes)
+        full = ((1 << self.shards) - 1).to_bytes(self.row_bytes, "little")
+        width = self.row_bytes
+        return [bytes(body[at : at + width]) == full for at in range(0, len(body), width)] if width else []
+
+
+class BadValue(NamedTuple):
+    """A value whose bytes were wrong at the reader; ``generation`` is the one that its get returned."""
+
+    key: bytes
+    generation: int
+
+
+@dataclass(frozen=True)
+class ReportBad:
+    """Hide values whose checksum or layout was wrong. Head ``<HB``, item ``<{k}sQ``. Reply: ``<B`` 0/1 each."""
+
+    TYPE: ClassVar[MessageType] = MessageType.REPORT_BAD
+    _HEAD: ClassVar[Struct] = Struct("<HB")
+    _ITEM: ClassVar[str] = "{k}sQ"
+
+    items: Sequence[BadValue]
+
+    def pack(self) -> bytes:
+        """The body."""
+        _check_count(len(self.items))
+        k = codec.common_key_length([item.key for item in self.items])
+        return self._HEAD.pack(len(self.items), k) + codec.pack_items(self._ITEM, k, self.items)
+
+    @classmethod
+    def unpack(cls, body: memoryview) -> ReportBad:
+        """Parse a request body."""
+        count, k = codec.unpack_head(cls._HEAD, body)
+        return cls(codec.unpack_items(cls._ITEM, k, count, body, cls._HEAD.size, BadValue))
+
+    def reply(self, body: memoryview) -> list[bool]:
+        """Per value: was it hidden by this report?"""
+        codec.expect_length(body, len(self.items))
+        return [bool(value) for value in body]
+
+
+@dataclass(frozen=True)
+class Delete:
+    """Delete keys at once; readers in flight finish. Head ``<HB``, item ``<{k}s``. Reply: a status per key."""
+
+    TYPE: ClassVar[MessageType] = MessageType.DELETE
+    _HEAD: ClassVar[Struct] = Struct("<HB")
+
+    keys: Sequence[bytes]
+
+    def pack(self) -> bytes:
+        """The body."""
+        _check_count(len(self.keys))
+        k = codec.common_key_length(self.keys)
+        return self._HEAD.pack(len(self.keys), k) + b"".join(self.keys)
+
+    @classmethod
+    def unpack(cls, body: memoryview) -> Delete:
+        """Parse a request body."""
+        count, k = codec.unpack_head(cls._HEAD, body)
+        return cls(codec.unpack_items("{k}s", k, count, body, cls._HEAD.size, bytes))
+
+    def reply(self, body: memoryview) -> list[Status]:
+        """OK or ABSENT (or DENIED) per key."""
+        return _statuses(body, len(self.keys))
+
+
+_KINDS: tuple[MemoryKind, ...] = (MemoryKind.HOST, MemoryKind.GPU)
+
+
+@dataclass(frozen=True)
+class Register:
+    """Offer a memory region to this session. ``<IBQH`` region id, kind, length, token length; then the token.
+
+    The token is the transport's own (verbs: address and remote key). Loopback sends the region's memfd beside
+    the frame. Reply: empty.
+    """
+
+    TYPE: ClassVar[MessageType] = MessageType.REGISTER
+    _HEAD: ClassVar[Struct] = Struct("<IBQH")
+
+    region: int
+    kind: MemoryKind
+    length: int
+    token: bytes = b""
+
+    def pack(self) -> bytes:
+        """The body."""
+        return self._HEAD.pack(self.region, _KINDS.index(self.kind), self.length, len(self.token)) + self.token
+
+    @classmethod
+    def unpack(cls, body: memoryview) -> Register:
+        """Parse a request body."""
+        region, kind, length, token_length = codec.unpack_head(cls._HEAD, body)
+        codec.expect_length(body, cls._HEAD.size + token_length)
+        if kind >= len(_KINDS):
+            raise RemoteProtocolError("kind", f"unknown memory kind {kind}")
+        return cls(region, _KINDS[kind], length, bytes(body[cls._HEAD.size :]))
+
+    def reply(self, body: memoryview) -> None:
+        """Empty."""
+        codec.expect_length(body, 0)
+
+
+class ManifestEntry(NamedTuple):
+    """A namespace in a family: its 32-byte digest and its manifest (JSON text, UTF-8)."""
+
+    digest: bytes
+    manifest: bytes
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Add a namespace to its family; the reply lists the others. ``<32s32sI`` family, digest, length; then JSON.
+
+    Reply: ``<I`` count, then per sibling ``<32sI`` digest, length and the JSON text.
+    """
+
+    TYPE: ClassVar[MessageType] = MessageType.MANIFEST
+    _HEAD: ClassVar[Struct] = Struct("<32s32sI")
+    _ENTRY: ClassVar[Struct] = Struct("<32sI")
+
+    family: bytes
+    digest: bytes
+    manifest: bytes
+
+    def pack(self) -> bytes:
+        """The body."""
+        return self._HEAD.pack(self.family, self.digest, len(self.manifest)) + self.manifest
+
+    @classmethod
+    def unpack(cls, body: memoryview) -> Manifest:
+        """Parse a request body."""
+        family, digest, length = codec.unpack_head(cls._HEAD, body)
+        codec.expect_length(body, cls._HEAD.size + length)
+        return cls(family, digest, bytes(body[cls._HEAD.size :]))
+
+    @classmethod
+    def pack_reply(cls, siblings: Sequence[ManifestEntry]) -> bytes:
+        """The reply's body."""
+        parts = [Struct("<I").pack(len(siblings))]
+        for digest, manifest in siblings:
+            parts += (cls._ENTRY.pack(digest, len(manifest)), manifest)
+        return b"".join(parts)
+
+    def reply(self, body: memoryview) -> list[ManifestEntry]:
+        """The other namespaces of the family."""
+        (count,) = codec.unpack_head(Struct("<I"), body)
+        rest, siblings = body[4:], []
+        for _ in range(count):
+            digest, length = codec.unpack_head(self._ENTRY, rest)
+            end = self._ENTRY.size + length
+            if len(rest) < end:
+                raise RemoteProtocolError("length", "a manifest entry ends after its message")
+            siblings.append(ManifestEntry(digest, bytes(rest[self._ENTRY.size : end])))
+            rest = rest[end:]
+        codec.expect_length(rest, 0)
+        return siblings
+
+
+@dataclass(frozen=True)
+class Fence:
+    """Answered once no byte of the named session's bulk work can still land. ``<16s`` session id; empty reply.
+
+    A session that the server does not know has ended and is fenced: the answer comes at once.
+    """
+
+    TYPE: ClassVar[MessageType] = MessageType.FENCE
+
+    session: SessionId
+
+    def pack(self) -> bytes:
+        """The body."""
+        return bytes(self.session)
+
+    @classmethod
+    def unpack(cls, body: memoryview) -> Fence:
+        """Parse a request body."""
+        codec.expect_length(body, 16)
+        return cls(SessionId(bytes(body)))
+
+    def reply(self, body: memoryview) -> None:
+        """Empty."""
+        codec.expect_length(body, 0)
+
+
+@dataclass(frozen=True)
+class _Empty(Generic[R]):
+    """A request without a body."""
+
+    def pack(self) -> bytes:
+        """Empty."""
+        return b""
+
+
+@dataclass(frozen=True)
+class Ping(_Empty[None]):
+    """Liveness. Empty request, empty reply."""
+
+    TYPE: ClassVar[MessageType] = MessageType.PING
+
+    def reply(self, body: memoryview) -> None:
+        """Empty."""
+        codec.expect_length(body, 0)
+
+
+@dataclass(frozen=True)
+class Bye(_Empty[None]):
+    """Orderly end: the server answers once the session's bulk work has ended, then closes."""
+
+    TYPE: ClassVar[MessageType] = MessageType.BYE
+
+    def reply(self, body: memoryview) -> None:
+        """Empty."""
+        codec.expect_length(body, 0)
+
+
+def _json_object(body: memoryview) -> dict[str, Any]:
+    try:
+        value = json.loads(bytes(body))
+    except ValueError as error:
+        raise RemoteProtocolError("json", f"not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise RemoteProtocolError("json", "a JSON object was expected")
+    return value
+
+
+@dataclass(frozen=True)
+class Stat(_Empty[dict[str, Any]]):
+    """Statistics of the server, as a JSON object."""
+
+    TYPE: ClassVar[MessageType] = MessageType.STAT
+
+    def reply(self, body: memoryview) -> dict[str, Any]:
+        """The JSON object."""
+        return _json_object(body)
+
+
+@dataclass(frozen=True)
+class Admin:
+    """A command that changes the server's state, as a JSON object ``{"command": ..., ...}``; JSON reply.
+
+    Version 1 knows ``{"command": "reset", "namespace": "<64 hex>"}``: an O(1) epoch bump.
+    """
+
+    TYPE: ClassVar[MessageType] = MessageType.ADMIN
+
+    command: dict[str, Any]
+
+    def pack(self) -> bytes:
+        """The body."""
+        return json.dumps(self.command, separators=(",", ":")).encode()
+
+    @classmethod
+    def unpack(cls, body: memoryview) -> Admin:
+        """Parse a request body."""
+        return cls(_json_object(body))
+
+    def reply(self, body: memoryview) -> dict[str, Any]:
+        """The JSON object."""
+        return _json_object(body)

@@ -1,0 +1,448 @@
+"""The control session as a sans-I/O state machine: bytes in, events out, bytes to send.
+
+One class plays both roles. A driver does four things: ``start()`` (client only), ``receive_data(data)`` for
+every chunk that arrives (it returns events), ``data_to_send()`` after every call, and ``close()`` at the end.
+
+Handshake::
+
+    client                                         server
+      HELLO  versions, role, key id, nonce   -->
+             <--  HELLO  version, server id, session id, limits, nonce, proof of the server
+      PROOF  proof of the client             -->
+             <--  PROOF  (the first frame with a MAC)
+
+Each side proves the key over both HELLO bodies before anything else of it is parsed; from then on every
+frame carries a MAC under a key per direction and the next sequence number of that direction. A server that
+will not go on says so in a REJECT, which a client treats as a hint only (it is not authenticated).
+
+States and inputs are the table ``TRANSITIONS``; a pair that is not listed is a protocol error and ends the
+session. Any error leaves the session in ``CLOSED``; nothing more can be sent or received.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from struct import Struct
+from typing import NamedTuple, TypeVar
+
+from memkv_vllm.errors import AuthError, LocalProtocolError, RemoteProtocolError, VersionError
+from memkv_vllm.protocol import auth, codec
+from memkv_vllm.protocol.auth import Credentials, Sealer
+from memkv_vllm.protocol.frame import (
+    HEADER_BYTES,
+    MAC_BYTES,
+    MAX_HANDSHAKE_BODY,
+    MAX_VERSION,
+    MIN_VERSION,
+    Flags,
+    Header,
+    MessageType,
+    pack_header,
+    unpack_header,
+)
+from memkv_vllm.protocol.messages import ErrorCode, ErrorReply
+from memkv_vllm.types import Role, SessionId
+
+_T = TypeVar("_T")
+
+DEFAULT_MAX_FRAME_BYTES = 4 << 20
+"""1024 keys of 69 bytes with their extents take 0.1 MiB; the rest is room for manifests and statistics."""
+
+
+class State(Enum):
+    """Where a session stands."""
+
+    IDLE = "idle"
+    HELLO_SENT = "hello sent"
+    PROOF_SENT = "proof sent"
+    PROOF_AWAITED = "proof awaited"
+    READY = "ready"
+    CLOSED = "closed"
+
+
+class Input(Enum):
+    """What can happen to a session."""
+
+    START = "start"
+    RECV_HELLO = "receive HELLO"
+    RECV_PROOF = "receive PROOF"
+    RECV_REJECT = "receive REJECT"
+    RECV_REQUEST = "receive a request"
+    RECV_REPLY = "receive a reply"
+    SEND_REQUEST = "send a request"
+    SEND_REPLY = "send a reply"
+    CLOSE = "close"
+
+
+TRANSITIONS: dict[Role, dict[tuple[State, Input], State]] = {
+    Role.CLIENT: {
+        (State.IDLE, Input.START): State.HELLO_SENT,
+        (State.IDLE, Input.CLOSE): State.CLOSED,
+        (State.HELLO_SENT, Input.RECV_HELLO): State.PROOF_SENT,
+        (State.HELLO_SENT, Input.RECV_REJECT): State.CLOSED,
+        (State.HELLO_SENT, Input.CLOSE): State.CLOSED,
+        (State.PROOF_SENT, Input.RECV_PROOF): State.READY,
+        (State.PROOF_SENT, Input.CLOSE): State.CLOSED,
+        (State.READY, Input.SEND_REQUEST): State.READY,
+        (State.READY, Input.RECV_REPLY): State.READY,
+        (State.READY, Input.CLOSE): State.CLOSED,
+        (State.CLOSED, Input.CLOSE): State.CLOSED,
+    },
+    Role.SERVER: {
+        (State.IDLE, Input.RECV_HELLO): State.PROOF_AWAITED,
+        (State.IDLE, Input.CLOSE): State.CLOSED,
+        (State.PROOF_AWAITED, Input.RECV_PROOF): State.READY,
+        (State.PROOF_AWAITED, Input.CLOSE): State.CLOSED,
+        (State.READY, Input.RECV_REQUEST): State.READY,
+        (State.READY, Input.SEND_REPLY): State.READY,
+        (State.READY, Input.CLOSE): State.CLOSED,
+        (State.CLOSED, Input.CLOSE): State.CLOSED,
+    },
+}
+
+
+class PeerKind(Enum):
+    """What a client is for; the server shows it and applies limits by it."""
+
+    ENGINE = 1
+    """A rank's engine: registers staging memory and moves values."""
+    MANAGER = 2
+    """The scheduler side: control only."""
+    TOOL = 3
+    """Command line, bench, fence-only connections."""
+
+
+class Limits(NamedTuple):
+    """What the server tells every client it will accept."""
+
+    max_frame_bytes: int
+    max_batch_keys: int
+    max_inflight: int
+    max_value_bytes: int
+
+
+@dataclass(frozen=True)
+class ServerIdentity:
+    """What a server says of itself: 16 persistent bytes, 16 bytes of this process run, and its limits."""
+
+    server_id: bytes
+    boot_id: bytes
+    limits: Limits
+
+
+@dataclass(frozen=True)
+class Established:
+    """The handshake is done, both ways."""
+
+    session: SessionId
+    server: ServerIdentity
+    key_id: str
+    kind: PeerKind
+    version: int
+
+
+@dataclass(frozen=True)
+class RequestReceived:
+    """A request came in (server side). ``body`` owns its bytes."""
+
+    request_id: int
+    type: MessageType
+    body: memoryview
+
+
+@dataclass(frozen=True)
+class ReplyReceived:
+    """A reply came in (client side); ``error`` is set when the request was refused as a whole."""
+
+    request_id: int
+    type: MessageType
+    body: memoryview
+    error: ErrorReply | None = None
+
+
+Event = Established | RequestReceived | ReplyReceived
+
+# HELLO of a client: lowest and highest version, kind, key id (zero padded), nonce.
+_CLIENT_HELLO = Struct(f"<BBB{auth.MAX_KEY_ID_BYTES}s{auth.NONCE_BYTES}s")
+# HELLO of a server: version, server id, boot id, session id, max frame, max batch, max in flight, max value, nonce.
+_SERVER_HELLO = Struct(f"<B16s16s16sIHHQ{auth.NONCE_BYTES}s")
+
+
+@dataclass
+class _Handshake:
+    """What is remembered between the frames of the handshake."""
+
+    transcript: bytes = b""
+    key: bytes = field(default=b"", repr=False)
+    key_id: str = ""
+    kind: PeerKind = PeerKind.TOOL
+    version: int = MAX_VERSION
+
+
+class Session:
+    """One control session, either side. Not thread-safe; owned by one connection.
+
+    Args:
+        role: which side this is.
+        nonce: 32 fresh random bytes.
+        credentials: client only.
+        kind: client only: what this client is for.
+        identity: server only.
+        session_id: server only: 16 fresh random bytes.
+        find_key: server only: the 32-byte key for a key id, or None.
+    """
+
+    def __init__(
+        self,
+        role: Role,
+        nonce: bytes,
+        *,
+        credentials: Credentials | None = None,
+        kind: PeerKind = PeerKind.TOOL,
+        identity: ServerIdentity | None = None,
+        session_id: SessionId | None = None,
+        find_key: Callable[[str], bytes | None] | None = None,
+    ) -> None:
+        self.role = role
+        self.state = State.IDLE
+        self.established: Established | None = None
+        self._nonce = nonce
+        self._credentials = credentials
+        self._identity = identity
+        self._session_id = session_id
+        self._find_key = find_key
+        self._handshake = _Handshake(kind=kind)
+        self._max_body = MAX_HANDSHAKE_BODY
+        self._incoming = bytearray()
+        self._outgoing: list[bytes] = []
+        self._seal_ours: Sealer | None = None
+        self._seal_theirs: Sealer | None = None
+        self._sequence_ours = 0
+        self._sequence_theirs = 0
+        self._next_request_id = 1
+
+    def __repr__(self) -> str:
+        return f"<Session {self.role.value} {self.state.value} sent={self._sequence_ours} seen={self._sequence_theirs}>"
+
+    # -- driver's verbs
+
+    def start(self) -> None:
+        """Client: queue HELLO. Call ``data_to_send`` next."""
+        self._move(Input.START)
+        credentials = self._require(self._credentials)
+        handshake = self._handshake
+        handshake.key, handshake.key_id = credentials.key, credentials.key_id
+        body = _CLIENT_HELLO.pack(
+            MIN_VERSION, MAX_VERSION, handshake.kind.value, credentials.key_id.encode("ascii"), self._nonce
+        )
+        handshake.transcript = body
+        self._queue(MessageType.HELLO, Flags.NONE, 0, body)
+
+    def receive_data(self, data: bytes | bytearray | memoryview) -> list[Event]:
+        """Take bytes off the wire; returns the events they complete. Call ``data_to_send`` next.
+
+        Raises:
+            RemoteProtocolError: the peer broke the rules; close the connection.
+            AuthError, VersionError: the handshake failed; send what ``data_to_send`` holds, then close.
+        """
+        self._incoming += data
+        events: list[Event] = []
+        try:
+            while (event := self._next_frame()) is not None:
+                events += event
+        except Exception:
+            self.state = State.CLOSED
+            raise
+        return events
+
+    def data_to_send(self) -> bytes:
+        """Everything queued since the last call."""
+        data = b"".join(self._outgoing)
+        self._outgoing.clear()
+        return data
+
+    def send_request(self, type: MessageType, body: bytes) -> int:
+        """Client: queue a request; returns its id. Call ``data_to_send`` next."""
+        self._move(Input.SEND_REQUEST)
+        request_id = self._next_request_id
+        self._next_request_id += 1
+        self._queue(type, Flags.NONE, request_id, body)
+        return request_id
+
+    def send_reply(self, request_id: int, type: MessageType, body: bytes) -> None:
+        """Server: queue the reply to a request. Call ``data_to_send`` next."""
+        self._move(Input.SEND_REPLY)
+        self._queue(type, Flags.REPLY, request_id, body)
+
+    def send_error(self, request_id: int, type: MessageType, error: ErrorReply) -> None:
+        """Server: queue an error reply. Call ``data_to_send`` next."""
+        self._move(Input.SEND_REPLY)
+        self._queue(type, Flags.REPLY | Flags.ERROR, request_id, error.pack())
+
+    def close(self) -> None:
+        """End the session; what is queued may still be sent."""
+        self._move(Input.CLOSE)
+        self._incoming.clear()
+
+    # -- frames
+
+    def _move(self, what: Input, *, remote: bool = False) -> None:
+        after = TRANSITIONS[self.role].get((self.state, what))
+        if after is None:
+            message = f"{what.value} while {self.state.value} ({self.role.value} side)"
+            raise RemoteProtocolError("state", message) if remote else LocalProtocolError(message)
+        self.state = after
+
+    def _queue(self, type: MessageType, flags: Flags, request_id: int, body: bytes) -> None:
+        sealed = self._seal_ours is not None
+        if sealed and len(body) > self._max_body:
+            raise LocalProtocolError(f"a {type.name} of {len(body)} bytes; the peer takes {self._max_body}")
+        sequence = self._sequence_ours if sealed else 0
+        header = pack_header(Header(self._handshake.version, type, flags, request_id, len(body), sequence))
+        self._outgoing += (header, body)
+        if self._seal_ours is not None:
+            self._outgoing.append(self._seal_ours.mac(header, body))
+            self._sequence_ours += 1
+
+    def _next_frame(self) -> list[Event] | None:
+        """Take one frame off the buffer; None when it is not complete yet."""
+        if len(self._incoming) < HEADER_BYTES or self.state is State.CLOSED:
+            return None
+        header = unpack_header(self._incoming)
+        if header.body_length > self._max_body:
+            raise RemoteProtocolError("length", f"a body of {header.body_length} bytes; at most {self._max_body}")
+        if self._seal_theirs is not None and header.sequence != self._sequence_theirs:
+            raise RemoteProtocolError("sequence", f"sequence {header.sequence}; {self._sequence_theirs} was due")
+        end = HEADER_BYTES + header.body_length
+        total = end + (MAC_BYTES if self._seal_theirs is not None else 0)
+        if len(self._incoming) < total:
+            return None
+        frame = bytes(self._incoming[:total])
+        del self._incoming[:total]
+        body = memoryview(frame)[HEADER_BYTES:end]
+        if self._seal_theirs is not None:
+            if not auth.check(self._seal_theirs.mac(frame[:HEADER_BYTES], body), frame[end:]):
+                raise RemoteProtocolError("mac", "a frame's MAC does not match")
+            self._sequence_theirs += 1
+        return self._dispatch(header, body)
+
+    def _dispatch(self, header: Header, body: memoryview) -> list[Event]:
+        kind = header.type
+        if kind is MessageType.HELLO:
+            self._move(Input.RECV_HELLO, remote=True)
+            return self._server_hello(body) if self.role is Role.CLIENT else self._client_hello(header, body)
+        if kind is MessageType.PROOF:
+            self._move(Input.RECV_PROOF, remote=True)
+            return self._accepted() if self.role is Role.CLIENT else self._client_proof(body)
+        if kind is MessageType.REJECT:
+            self._move(Input.RECV_REJECT, remote=True)
+            raise self._rejected(ErrorReply.unpack(body))
+        if header.version != self._handshake.version:
+            raise RemoteProtocolError("version", f"version {header.version} after {self._handshake.version} was agreed")
+        if self.role is Role.SERVER:
+            self._move(Input.RECV_REQUEST, remote=True)
+            if header.flags:
+                raise RemoteProtocolError("flags", "a client sent a reply")
+            return [RequestReceived(header.request_id, kind, body)]
+        self._move(Input.RECV_REPLY, remote=True)
+        if not header.flags & Flags.REPLY:
+            raise RemoteProtocolError("flags", "a server sent a request")
+        error = ErrorReply.unpack(body) if header.flags & Flags.ERROR else None
+        return [ReplyReceived(header.request_id, kind, body, error)]
+
+    # -- handshake, server side
+
+    def _client_hello(self, header: Header, body: memoryview) -> list[Event]:
+        codec.expect_length(body, _CLIENT_HELLO.size)
+        lowest, highest, kind, key_id, _ = _CLIENT_HELLO.unpack(body)
+        if lowest > MAX_VERSION or highest < MIN_VERSION:
+            text = f"the client speaks versions {lowest}-{highest}, this server {MIN_VERSION}-{MAX_VERSION}"
+            raise self._reject(ErrorCode.VERSION, VersionError(text))
+        name = key_id.rstrip(b"\0").decode("ascii", "replace")
+        key = self._require(self._find_key)(name)
+        if key is None:
+            raise self._reject(ErrorCode.UNKNOWN_KEY, AuthError("unknown key id"))
+        handshake = self._handshake
+        handshake.version = min(highest, MAX_VERSION)
+        handshake.key, handshake.key_id = key, name
+        handshake.kind = PeerKind(kind) if kind in PeerKind._value2member_map_ else PeerKind.TOOL
+        identity = self._require(self._identity)
+        ours = _SERVER_HELLO.pack(
+            handshake.version,
+            identity.server_id,
+            identity.boot_id,
+            self._require(self._session_id),
+            *identity.limits,
+            self._nonce,
+        )
+        handshake.transcript = bytes(body) + ours
+        self._queue(
+            MessageType.HELLO, Flags.REPLY, 0, ours + auth.proof(key, Role.SERVER, handshake.transcript)
+        )
+        return []
+
+    def _client_proof(self, body: memoryview) -> list[Event]:
+        handshake = self._handshake
+        if not auth.check(auth.proof(handshake.key, Role.CLIENT, handshake.transcript), bytes(body)):
+            raise self._reject(ErrorCode.BAD_PROOF, AuthError("the client does not hold the key that it named"))
+        identity = self._require(self._identity)
+        self._seal(identity.limits)
+        self._queue(MessageType.PROOF, Flags.REPLY, 0, b"")
+        return [self._established(self._require(self._session_id), identity)]
+
+    def _reject(self, code: ErrorCode, error: AuthError | VersionError) -> AuthError | VersionError:
+        self._queue(MessageType.REJECT, Flags.REPLY, 0, ErrorReply(code, str(error)).pack())
+        return error
+
+    # -- handshake, client side
+
+    def _server_hello(self, body: memoryview) -> list[Event]:
+        codec.expect_length(body, _SERVER_HELLO.size + auth.PROOF_BYTES)
+        ours = bytes(body[: _SERVER_HELLO.size])
+        version, server_id, boot_id, session_id, *limits, _ = _SERVER_HELLO.unpack(ours)
+        if not MIN_VERSION <= version <= MAX_VERSION:
+            raise VersionError(f"the server chose version {version}; this client speaks {MIN_VERSION}-{MAX_VERSION}")
+        handshake = self._handshake
+        handshake.version = version
+        handshake.transcript += ours
+        expected = auth.proof(handshake.key, Role.SERVER, handshake.transcript)
+        if not auth.check(expected, bytes(body[_SERVER_HELLO.size :])):
+            raise AuthError("the server does not hold this auth_key: set the same auth_key on both sides")
+        self._queue(MessageType.PROOF, Flags.NONE, 0, auth.proof(handshake.key, Role.CLIENT, handshake.transcript))
+        self._identity = ServerIdentity(server_id, boot_id, Limits(*limits))
+        self._session_id = SessionId(session_id)
+        self._seal(self._identity.limits)
+        return []
+
+    def _accepted(self) -> list[Event]:
+        return [self._established(self._require(self._session_id), self._require(self._identity))]
+
+    def _rejected(self, reply: ErrorReply) -> Exception:
+        if reply.code is ErrorCode.VERSION:
+            return VersionError(reply.text)
+        if reply.code in (ErrorCode.UNKNOWN_KEY, ErrorCode.BAD_PROOF):
+            return AuthError(f"the server refused the key id {self._handshake.key_id!r}: {reply.text}")
+        return RemoteProtocolError("reject", f"the server refused the connection: {reply.text}")
+
+    # -- both
+
+    def _seal(self, limits: Limits) -> None:
+        """From here on every frame of both directions carries a MAC and a sequence number."""
+        other = Role.SERVER if self.role is Role.CLIENT else Role.CLIENT
+        self._seal_ours = Sealer(self._handshake.key, self.role, self._handshake.transcript)
+        self._seal_theirs = Sealer(self._handshake.key, other, self._handshake.transcript)
+        self._max_body = limits.max_frame_bytes
+        self._handshake.key = b""
+
+    def _established(self, session: SessionId, server: ServerIdentity) -> Established:
+        handshake = self._handshake
+        self.established = Established(session, server, handshake.key_id, handshake.kind, handshake.version)
+        return self.established
+
+    @staticmethod
+    def _require(value: _T | None) -> _T:
+        if value is None:
+            raise LocalProtocolError("the session was made without what its role needs")
+        return value

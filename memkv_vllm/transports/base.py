@@ -1,0 +1,286 @@
+"""The transport seam: what the engine and the store may know of a transport. Protocols and values only.
+
+Ownership::
+
+    ClientTransport --connect--> ClientConnection (one control session; its regions; its outstanding requests)
+    ServerTransport --serve----> ServerPeer per accepted session, with its Bulk
+
+Life of a client connection:
+
+1. ``connect`` returns after the mutual handshake. Nothing runs yet.
+2. ``run`` drives the connection until it ends; its owner starts it in a task group. Requests that are in
+   flight when it ends fail with ``ConnectionLost``.
+3. ``register`` offers a staging region; from then on extents of it may be named in puts and gets.
+4. ``request`` sends one message and awaits its reply until a deadline. Past it ``RequestTimeout`` is raised:
+   the peer may still move bytes, so the extents that the request named belong to nobody until ``fence``.
+5. ``fence`` returns when no byte of this connection's work can land any more (queue pairs destroyed and the
+   region deregistered; copy threads stopped and unmapped; the peer process dead). It ends the connection.
+   It raises ``FenceTimeout`` if that is not yet known; it may be called again.
+6. ``aclose`` ends the connection; it does not fence. Closing twice is safe.
+
+Bulk is one-sided and driven by the server: ``pull`` moves a client's bytes into local memory, ``push`` moves
+local bytes into the client's. Both return a status per move and only after the bytes are in place (the answer
+must not overtake them). After cancellation or a deadline of ``pull`` or ``push`` bytes may still move: the
+local extents may be reused only after ``fence`` of that peer. A transport translates every foreign exception
+(``OSError``, a library's) at its own edge into ``memkv_vllm.errors``.
+
+Threads: everything here is called on one event loop, the owner's. ``post``-like work that blocks runs in
+worker threads of the transport, outside the interpreter lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from memkv_vllm.protocol.auth import Credentials
+from memkv_vllm.protocol.messages import Request
+from memkv_vllm.protocol.session import Established, PeerKind, ServerIdentity
+from memkv_vllm.transports.memory import HostMemory
+from memkv_vllm.types import Deadline, Extent, MemoryKind, SessionId, Status
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What varies between transports. The engine reads this and never asks for a name."""
+
+    one_sided: bool
+    """The server moves bytes without the client's event loop."""
+    gpu_memory: bool
+    """GPU regions can be registered."""
+    same_host: bool
+    """Only reaches servers on this machine."""
+
+
+class Region(NamedTuple):
+    """Memory that a client registers: a host mapping, or for GPU memory its address and dmabuf descriptor."""
+
+    id: int
+    kind: MemoryKind
+    length: int
+    memory: HostMemory | None = None
+    address: int = 0
+    dmabuf_fd: int = -1
+
+
+class Move(NamedTuple):
+    """One value to move: the client's extent and the offset in the server's local memory (same length)."""
+
+    remote: Extent
+    local_offset: int
+
+
+class ClientConnection(Protocol):
+    """One authenticated connection to one server, with the regions registered on it."""
+
+    @property
+    def established(self) -> Established:
+        """The handshake's outcome: session id, server identity and limits."""
+        ...
+
+    @property
+    def alive(self) -> bool:
+        """False once the connection has ended for whatever reason."""
+        ...
+
+    async def run(self) -> None:
+        """Drive the connection until it ends. Raises the ``TransportError`` or ``ProtocolError`` that ended it.
+
+        Returns normally only after ``aclose`` or ``fence``. Cancelling it closes the connection.
+        """
+        ...
+
+    async def register(self, region: Region, deadline: Deadline) -> None:
+        """Offer ``region``; returns when the server has it. Raises ``TransportError`` or ``StoreError``."""
+        ...
+
+    async def request(self, request: Request[R], deadline: Deadline) -> R:
+        """Send ``request`` and return its parsed reply.
+
+        Raises:
+            RequestTimeout: no reply by ``deadline``; bytes may still move.
+            ConnectionLost: the connection ended; bytes may still move until ``fence``.
+            StoreError: the server refused the request as a whole; no byte moves.
+            LocalProtocolError: the request breaks a limit of the server; nothing was sent.
+        """
+        ...
+
+    async def fence(self, deadline: Deadline) -> None:
+        """Return once no outstanding work of this connection can still touch its regions; see the module text.
+
+        Raises:
+            FenceTimeout: not known by ``deadline``; keep the memory in quarantine and call again.
+        """
+        ...
+
+    async def aclose(self) -> None:
+        """End the connection without fencing."""
+        ...
+
+
+class ClientTransport(Protocol):
+    """Makes connections."""
+
+    @property
+    def name(self) -> str:
+        """The name under which the registry knows it; for logs."""
+        ...
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What it can do."""
+        ...
+
+    async def connect(
+        self, host: str, port: int, credentials: Credentials, kind: PeerKind, deadline: Deadline
+    ) -> ClientConnection:
+        """Connect and authenticate.
+
+        Raises:
+            ConnectError: no server there, or none that answered by ``deadline``.
+            AuthError, VersionError, RemoteProtocolError: the handshake failed.
+        """
+        ...
+
+    async def aclose(self) -> None:
+        """Release what the transport itself holds; its connections are closed before."""
+        ...
+
+
+class Bulk(Protocol):
+    """Server side: moves bytes between one peer's regions and the local memory."""
+
+    async def register(self, region: int, kind: MemoryKind, length: int, token: bytes) -> None:
+        """Map or bind a region that the peer offers. Raises ``RemoteProtocolError`` or ``StoreError``."""
+        ...
+
+    async def pull(self, moves: Sequence[Move], deadline: Deadline) -> list[Status]:
+        """Copy each remote extent to its local offset. OK, BAD_EXTENT, TIMEOUT or FAILED per move.
+
+        The bytes of a move are all in place when its status is OK. After TIMEOUT bytes may still land in the
+        local extent until :meth:`fence` returns.
+        """
+        ...
+
+    async def push(self, moves: Sequence[Move], deadline: Deadline) -> list[Status]:
+        """Copy each local extent to its remote place; statuses as for :meth:`pull`.
+
+        After TIMEOUT the local extent may still be read until :meth:`fence` returns.
+        """
+        ...
+
+    async def fence(self) -> None:
+        """Stop all outstanding work of this peer and drop its regions; returns when nothing of it runs.
+
+        Later pulls and pushes answer FAILED. Never raises, never takes longer than the running copies' pieces.
+        """
+        ...
+
+
+class ServerPeer(Protocol):
+    """One authenticated session on the server."""
+
+    @property
+    def established(self) -> Established:
+        """Session id, key id, kind."""
+        ...
+
+    @property
+    def bulk(self) -> Bulk:
+        """Its data path."""
+        ...
+
+    @property
+    def label(self) -> str:
+        """For logs: where it comes from."""
+        ...
+
+
+class SessionHandler(Protocol):
+    """What the store gives to a server transport."""
+
+    @property
+    def identity(self) -> ServerIdentity:
+        """Told to every client in the handshake."""
+        ...
+
+    def find_key(self, key_id: str) -> bytes | None:
+        """The 32-byte key of ``key_id``."""
+        ...
+
+    async def handle(self, peer: ServerPeer, type: int, body: memoryview) -> bytes:
+        """Carry out one request and return the reply's body.
+
+        Called in a task of its own; at most ``identity.limits.max_inflight`` at once per session.
+
+        Raises:
+            StoreError: becomes an error reply.
+            RemoteProtocolError: the peer is cut.
+        """
+        ...
+
+    def admit(self) -> bool:
+        """Whether one more connection may begin its handshake now; paired with exactly one :meth:`departed`."""
+        ...
+
+    def departed(self) -> None:
+        """A connection that :meth:`admit` let in has ended and is fenced."""
+        ...
+
+    async def opened(self, peer: ServerPeer) -> None:
+        """A session was established. Raises ``StoreError`` to refuse it (too many sessions)."""
+        ...
+
+    async def closed(self, peer: ServerPeer) -> None:
+        """A session has ended: its requests are done or cancelled and ``peer.bulk`` is fenced."""
+        ...
+
+    def counted(self, event: str) -> None:
+        """Count something by name: ``cut_<kind>``, ``handshake_timeout``, ``auth_failed`` ..."""
+        ...
+
+
+class ServerTransport(Protocol):
+    """Accepts connections."""
+
+    @property
+    def name(self) -> str:
+        """For logs."""
+        ...
+
+    async def serve(
+        self, handler: SessionHandler, memory: HostMemory, *, task_status: Any = ...
+    ) -> None:
+        """Listen and serve until cancelled; ``task_status.started(address)`` once listening.
+
+        ``memory`` is the store's arena: what ``Move.local_offset`` points into. On cancellation: stops
+        accepting, ends and fences every session, then returns.
+        """
+        ...
+
+
+Clock = Callable[[], float]
+Sleep = Callable[[float], Awaitable[None]]
+
+
+def remaining(deadline: Deadline, now: float) -> float:
+    """Seconds left, never negative."""
+    return max(0.0, deadline - now)
+
+
+__all__ = [
+    "Bulk",
+    "Capabilities",
+    "ClientConnection",
+    "ClientTransport",
+    "Move",
+    "Region",
+    "ServerPeer",
+    "ServerTransport",
+    "SessionHandler",
+    "SessionId",
+    "remaining",
+]
