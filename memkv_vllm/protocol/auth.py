@@ -11,6 +11,7 @@ from __future__ import annotations
 import hmac
 from dataclasses import dataclass, field
 
+from memkv_vllm.errors import LocalProtocolError
 from memkv_vllm.protocol.frame import MAC_BYTES
 from memkv_vllm.types import Role
 
@@ -26,6 +27,14 @@ class Credentials:
 
     key: bytes = field(repr=False)
     key_id: str = "default"
+
+    def __post_init__(self) -> None:
+        if len(self.key) != KEY_BYTES:
+            raise LocalProtocolError(f"a key of {len(self.key)} bytes; {KEY_BYTES} are needed")
+        if not (self.key_id.isascii() and self.key_id.isprintable() and 1 <= len(self.key_id) <= MAX_KEY_ID_BYTES):
+            raise LocalProtocolError(
+                f"key id {self.key_id!r}: 1 to {MAX_KEY_ID_BYTES} printable ASCII characters are needed"
+            )
 
 
 def _label(key: bytes, label: str, transcript: bytes) -> bytes:

@@ -54,8 +54,13 @@ def unpack_items(
     """Parse ``count`` items that must fill ``body`` from ``offset`` to its end.
 
     Raises:
-        RemoteProtocolError: the body's length does not fit.
+        RemoteProtocolError: the body's length does not fit, or the keys are empty.
     """
+    if not count:
+        expect_length(body, offset)
+        return []
+    if not key_bytes and "{k}" in template:
+        raise RemoteProtocolError("keys", "a batch of empty keys")
     layout = item_struct(template, key_bytes)
     expect_length(body, offset + count * layout.size)
     return list(starmap(make, layout.iter_unpack(body[offset:])))

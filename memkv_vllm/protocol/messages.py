@@ -40,6 +40,16 @@ class Request(Protocol[R]):
         ...
 
 
+BATCH_TYPES = frozenset(
+    {MessageType.PUT, MessageType.GET, MessageType.EXISTS, MessageType.REPORT_BAD, MessageType.DELETE}
+)
+
+
+def batch_count(type: MessageType, body: bytes | memoryview) -> int:
+    """Number of items that a request body announces: every batch starts with it as ``<H``; 0 for other types."""
+    return int.from_bytes(body[:2], "little") if type in BATCH_TYPES else 0
+
+
 class ErrorCode(IntEnum):
     """Why a request was refused as a whole (error replies and REJECT)."""
 
@@ -461,7 +471,7 @@ class Bye(_Empty[None]):
 def _json_object(body: memoryview) -> dict[str, Any]:
     try:
         value = json.loads(bytes(body))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RemoteProtocolError("json", f"not JSON: {error}") from None
     if not isinstance(value, dict):
         raise RemoteProtocolError("json", "a JSON object was expected")

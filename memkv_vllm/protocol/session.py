@@ -1,7 +1,8 @@
 """The control session as a sans-I/O state machine: bytes in, events out, bytes to send.
 
-One class plays both roles. A driver does four things: ``start()`` (client only), ``receive_data(data)`` for
-every chunk that arrives (it returns events), ``data_to_send()`` after every call, and ``close()`` at the end.
+One class plays both roles. A driver does five things: ``start()`` (client only), ``receive_data(data)`` for
+every chunk that arrives (it returns events), ``data_to_send()`` after every call, ``receive_eof()`` when the
+stream ends, and ``close()`` at the end.
 
 Handshake::
 
@@ -13,7 +14,9 @@ Handshake::
 
 Each side proves the key over both HELLO bodies before anything else of it is parsed; from then on every
 frame carries a MAC under a key per direction and the next sequence number of that direction. A server that
-will not go on says so in a REJECT, which a client treats as a hint only (it is not authenticated).
+will not go on says so in a REJECT: instead of its HELLO, where a client can treat it as a hint only (it is not
+authenticated), or sealed instead of its PROOF. After ``Established`` the server's driver decides: ``accept`` or
+``reject``.
 
 States and inputs are the table ``TRANSITIONS``; a pair that is not listed is a protocol error and ends the
 session. Any error leaves the session in ``CLOSED``; nothing more can be sent or received.
@@ -27,7 +30,7 @@ from enum import Enum
 from struct import Struct
 from typing import NamedTuple, TypeVar
 
-from memkv_vllm.errors import AuthError, LocalProtocolError, RemoteProtocolError, VersionError
+from memkv_vllm.errors import AuthError, ConnectError, LocalProtocolError, RemoteProtocolError, VersionError
 from memkv_vllm.protocol import auth, codec
 from memkv_vllm.protocol.auth import Credentials, Sealer
 from memkv_vllm.protocol.frame import (
@@ -50,6 +53,9 @@ _T = TypeVar("_T")
 DEFAULT_MAX_FRAME_BYTES = 4 << 20
 """1024 keys of 69 bytes with their extents take 0.1 MiB; the rest is room for manifests and statistics."""
 
+MAX_REJECT_TEXT = 120
+"""Characters; at most four bytes each, so that a REJECT fits in a handshake body."""
+
 
 class State(Enum):
     """Where a session stands."""
@@ -58,6 +64,7 @@ class State(Enum):
     HELLO_SENT = "hello sent"
     PROOF_SENT = "proof sent"
     PROOF_AWAITED = "proof awaited"
+    PROVEN = "proven"
     READY = "ready"
     CLOSED = "closed"
 
@@ -73,6 +80,8 @@ class Input(Enum):
     RECV_REPLY = "receive a reply"
     SEND_REQUEST = "send a request"
     SEND_REPLY = "send a reply"
+    ACCEPT = "accept the session"
+    REJECT = "reject the session"
     CLOSE = "close"
 
 
@@ -84,6 +93,7 @@ TRANSITIONS: dict[Role, dict[tuple[State, Input], State]] = {
         (State.HELLO_SENT, Input.RECV_REJECT): State.CLOSED,
         (State.HELLO_SENT, Input.CLOSE): State.CLOSED,
         (State.PROOF_SENT, Input.RECV_PROOF): State.READY,
+        (State.PROOF_SENT, Input.RECV_REJECT): State.CLOSED,
         (State.PROOF_SENT, Input.CLOSE): State.CLOSED,
         (State.READY, Input.SEND_REQUEST): State.READY,
         (State.READY, Input.RECV_REPLY): State.READY,
@@ -92,9 +102,14 @@ TRANSITIONS: dict[Role, dict[tuple[State, Input], State]] = {
     },
     Role.SERVER: {
         (State.IDLE, Input.RECV_HELLO): State.PROOF_AWAITED,
+        (State.IDLE, Input.REJECT): State.CLOSED,
         (State.IDLE, Input.CLOSE): State.CLOSED,
-        (State.PROOF_AWAITED, Input.RECV_PROOF): State.READY,
+        (State.PROOF_AWAITED, Input.RECV_PROOF): State.PROVEN,
+        (State.PROOF_AWAITED, Input.REJECT): State.CLOSED,
         (State.PROOF_AWAITED, Input.CLOSE): State.CLOSED,
+        (State.PROVEN, Input.ACCEPT): State.READY,
+        (State.PROVEN, Input.REJECT): State.CLOSED,
+        (State.PROVEN, Input.CLOSE): State.CLOSED,
         (State.READY, Input.RECV_REQUEST): State.READY,
         (State.READY, Input.SEND_REPLY): State.READY,
         (State.READY, Input.CLOSE): State.CLOSED,
@@ -134,7 +149,7 @@ class ServerIdentity:
 
 @dataclass(frozen=True)
 class Established:
-    """The handshake is done, both ways."""
+    """The handshake is done, both ways. On the server, ``accept`` or ``reject`` is due next."""
 
     session: SessionId
     server: ServerIdentity
@@ -246,6 +261,7 @@ class Session:
         Raises:
             RemoteProtocolError: the peer broke the rules; close the connection.
             AuthError, VersionError: the handshake failed; send what ``data_to_send`` holds, then close.
+            ConnectError: client: the server refused (busy, closing, too many sessions).
         """
         self._incoming += data
         events: list[Event] = []
@@ -280,6 +296,31 @@ class Session:
         """Server: queue an error reply. Call ``data_to_send`` next."""
         self._move(Input.SEND_REPLY)
         self._queue(type, Flags.REPLY | Flags.ERROR, request_id, error.pack())
+
+    def accept(self) -> None:
+        """Server: let the proven client in; its first sealed frame goes out. Call ``data_to_send`` next."""
+        self._move(Input.ACCEPT)
+        self._queue(MessageType.PROOF, Flags.REPLY, 0, b"")
+
+    def reject(self, code: ErrorCode, text: str) -> None:
+        """Server: refuse a client that is not in yet and end the session. Call ``data_to_send`` next."""
+        self._move(Input.REJECT)
+        self._queue(MessageType.REJECT, Flags.REPLY, 0, ErrorReply(code, text[:MAX_REJECT_TEXT]).pack())
+
+    def receive_eof(self) -> None:
+        """The peer's stream has ended.
+
+        Raises:
+            RemoteProtocolError: in the middle of a frame (``truncated``) or of the handshake (``handshake``).
+        """
+        within, state = len(self._incoming), self.state
+        self.close()
+        if state is State.CLOSED:
+            return
+        if within:
+            raise RemoteProtocolError("truncated", f"the stream ended {within} bytes into a frame")
+        if state is not State.READY:
+            raise RemoteProtocolError("handshake", f"the stream ended with the handshake at: {state.value}")
 
     def close(self) -> None:
         """End the session; what is queued may still be sent."""
@@ -378,9 +419,7 @@ class Session:
             self._nonce,
         )
         handshake.transcript = bytes(body) + ours
-        self._queue(
-            MessageType.HELLO, Flags.REPLY, 0, ours + auth.proof(key, Role.SERVER, handshake.transcript)
-        )
+        self._queue(MessageType.HELLO, Flags.REPLY, 0, ours + auth.proof(key, Role.SERVER, handshake.transcript))
         return []
 
     def _client_proof(self, body: memoryview) -> list[Event]:
@@ -389,11 +428,10 @@ class Session:
             raise self._reject(ErrorCode.BAD_PROOF, AuthError("the client does not hold the key that it named"))
         identity = self._require(self._identity)
         self._seal(identity.limits)
-        self._queue(MessageType.PROOF, Flags.REPLY, 0, b"")
         return [self._established(self._require(self._session_id), identity)]
 
     def _reject(self, code: ErrorCode, error: AuthError | VersionError) -> AuthError | VersionError:
-        self._queue(MessageType.REJECT, Flags.REPLY, 0, ErrorReply(code, str(error)).pack())
+        self.reject(code, str(error))
         return error
 
     # -- handshake, client side
@@ -424,7 +462,7 @@ class Session:
             return VersionError(reply.text)
         if reply.code in (ErrorCode.UNKNOWN_KEY, ErrorCode.BAD_PROOF):
             return AuthError(f"the server refused the key id {self._handshake.key_id!r}: {reply.text}")
-        return RemoteProtocolError("reject", f"the server refused the connection: {reply.text}")
+        return ConnectError(f"the server refused the connection ({reply.code.name.lower()}): {reply.text}")
 
     # -- both
 

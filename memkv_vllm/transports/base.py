@@ -251,9 +251,7 @@ class ServerTransport(Protocol):
         """For logs."""
         ...
 
-    async def serve(
-        self, handler: SessionHandler, memory: HostMemory, *, task_status: Any = ...
-    ) -> None:
+    async def serve(self, handler: SessionHandler, memory: HostMemory, *, task_status: Any = ...) -> None:
         """Listen and serve until cancelled; ``task_status.started(address)`` once listening.
 
         ``memory`` is the store's arena: what ``Move.local_offset`` points into. On cancellation: stops

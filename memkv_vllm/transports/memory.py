@@ -53,7 +53,7 @@ class HostMemory:
             os.ftruncate(fd, length)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             return cls(fd, length)
-        except OSError as error:
+        except (OSError, ValueError, OverflowError) as error:
             os.close(fd)
             raise EnvironmentFault(
                 f"cannot make {length / 2**20:.1f} MiB of shared memory for {name}: {error}; "
@@ -86,7 +86,7 @@ class HostMemory:
         """A writable view of ``length`` bytes at ``offset``."""
         if offset < 0 or length < 0 or offset + length > self.length:
             raise LocalProtocolError(f"[{offset}, {offset + length}) is outside a region of {self.length} bytes")
-        return memoryview(self.array)[offset : offset + length]
+        return self.array.data[offset : offset + length]
 
     @property
     def closed(self) -> bool:

@@ -1,0 +1,73 @@
+"""Every setting of memkv, as frozen pydantic models: the one place that reads yaml and the environment.
+
+``client`` holds the connection, ``extra`` what vLLM carries for us, ``server`` the server's yaml. The page
+``docs/reference/settings.md`` is generated from these models by ``scripts/gen_settings_docs.py``.
+"""
+
+from memkv_vllm.config.client import (
+    ENVIRONMENT,
+    ClientConfig,
+    EnvironmentVariable,
+    Mode,
+    TransportName,
+    default_dev_key_file,
+    load_client_config,
+    python_hash_seed,
+)
+from memkv_vllm.config.extra import DirectConfig, TierConfig, parse_extra_config, parse_tier_entry
+from memkv_vllm.config.fields import RailAddress, ServerAddress, format_size, parse_auth_key, parse_servers, parse_size
+from memkv_vllm.config.server import (
+    DEFAULT_KEY_ID,
+    Drive,
+    EvictionConfig,
+    KeyEntry,
+    LicenseConfig,
+    LimitsConfig,
+    MemoryConfig,
+    NetworkConfig,
+    Right,
+    ServerConfig,
+    ServerRdmaConfig,
+    StorageConfig,
+)
+from memkv_vllm.config.server_file import default_dev_size_bytes, dev_server_config, load_server_config
+
+__all__ = [
+    # client
+    "ENVIRONMENT",
+    "ClientConfig",
+    "EnvironmentVariable",
+    "Mode",
+    "RailAddress",
+    "ServerAddress",
+    "TransportName",
+    "load_client_config",
+    "parse_auth_key",
+    "parse_servers",
+    "python_hash_seed",
+    # vLLM
+    "DirectConfig",
+    "TierConfig",
+    "parse_extra_config",
+    "parse_tier_entry",
+    # server
+    "DEFAULT_KEY_ID",
+    "Drive",
+    "EvictionConfig",
+    "KeyEntry",
+    "LicenseConfig",
+    "LimitsConfig",
+    "MemoryConfig",
+    "NetworkConfig",
+    "Right",
+    "ServerConfig",
+    "ServerRdmaConfig",
+    "StorageConfig",
+    "default_dev_key_file",
+    "default_dev_size_bytes",
+    "dev_server_config",
+    "load_server_config",
+    # sizes
+    "format_size",
+    "parse_size",
+]

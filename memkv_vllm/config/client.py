@@ -1,0 +1,283 @@
+"""Settings of a client: how an engine, a tier, or ``memkv admin`` and ``bench`` reach the servers.
+
+Two sources: the yaml named by ``MEMKV_CONFIG``, then the environment. A value in the yaml wins; the environment fills
+what the yaml leaves out. pydantic validates; pydantic-settings is not used, because it reads the process environment
+whenever a model is made, and cannot say which variable a wrong value came from.
+"""
+
+import logging
+import os
+import re
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import Field, SecretStr, ValidationError
+
+from memkv_vllm.config import sources
+from memkv_vllm.config.fields import AuthKey, Count, DefaultText, DeviceNames, KeyId, Kind, RoceKnobs, Seconds, Servers
+from memkv_vllm.config.problems import MISSING, Problem, Reject, problems_of, redact
+from memkv_vllm.errors import ConfigError
+
+logger = logging.getLogger("memkv.config")
+
+CONFIG_VARIABLE = "MEMKV_CONFIG"
+HASH_SEED_VARIABLE = "PYTHONHASHSEED"
+STATE_VARIABLE = "XDG_STATE_HOME"
+LICENSE_VARIABLES = ("MEMKV_LICENSE", "MINIO_LICENSE", "AISTOR_LICENSE")
+"""In the order in which they are asked, after the yaml."""
+
+_SOURCE = "memkv client settings"
+
+
+class TransportName(str, Enum):
+    """What may stand in ``transport``."""
+
+    VERBS = "verbs"
+    LOOPBACK = "loopback"
+    TCP = "tcp"
+    AUTO = "auto"
+
+
+Mode = Literal["direct", "tier"]
+
+
+class ClientConfig(RoceKnobs):
+    """Everything that a client needs to know about the servers and the network between."""
+
+    servers: Servers
+    """The servers. An entry is `host:port` (port 9900 if left out, IPv6 in brackets), or with several rails
+    `name=addr0|addr1` (yaml `{name, rails: [...]}`), each address in its rail's own subnet. Placement hashes the name
+    (default: the first address), so a name must be the same on every client."""
+
+    auth_key: AuthKey
+    """The key shared with the servers. Exactly one of this and `auth_key_file`."""
+
+    auth_key_file: Path | None = None
+    """A file that holds the key, so that it stands in no yaml and in no environment. In the yaml it also beats
+    `MEMKV_AUTH_KEY`."""
+
+    auth_key_id: KeyId = "default"
+    """Which of the server's keys this is. `default` is what a server calls its single `network.auth_key`."""
+
+    license: Annotated[SecretStr, Kind("token text or path, secret")] | None = None
+    """Presented to a server that asks for one (ours does not unless configured to). Then `MINIO_LICENSE`, then
+    `AISTOR_LICENSE` are asked."""
+
+    rdma_devices: DeviceNames = ()
+    """NICs that may be used, one per rail. Must be set, or found by topology, on the direct path."""
+
+    transport: Annotated[TransportName | None, DefaultText("`verbs` direct, `auto` tier")] = None
+    """What moves the bytes. Left out: `verbs` in direct mode, `auto` (verbs, else tcp, per server) in tier mode.
+    `tcp` and `auto` are for the tier only."""
+
+    num_connections: Annotated[Count, Field(le=256)] = 4
+    """Connections per server, tcp transport only: 4, because one TCP stream seldom fills a fast link. verbs has one
+    control connection per server and rail."""
+
+    connect_timeout_s: Seconds = 5.0
+    """Deadline of connecting and authenticating. 5 s survive two lost SYNs (sent again after 1 s and 3 s); a silent
+    server must not hold up an engine's start for longer."""
+
+    op_timeout_s: Seconds = 30.0
+    """Deadline of one request: 30 s, as the server's own deadline of one transfer (`limits.transfer_timeout_s`)."""
+
+    def transport_for(self, mode: Mode) -> TransportName:
+        """The transport that runs in ``mode``.
+
+        Raises:
+            ConfigError: ``tcp`` or ``auto`` in direct mode.
+        """
+        if self.transport is None:
+            return TransportName.VERBS if mode == "direct" else TransportName.AUTO
+        if mode == "direct" and self.transport in (TransportName.TCP, TransportName.AUTO):
+            raise ConfigError(_SOURCE, [_not_in_direct_mode(self.transport).line()])
+        return self.transport
+
+
+def _not_in_direct_mode(transport: TransportName) -> Problem:
+    why = "may turn to TCP" if transport is TransportName.AUTO else "is TCP"
+    return Problem(
+        "transport",
+        f"expected verbs or loopback in direct mode: this {why}, and direct mode never runs over TCP "
+        "(what is configured is what runs)",
+        "leave it out for verbs, say loopback for a server on this host, or use the tier "
+        "(spec_name: TieringOffloadingSpec)",
+        transport,
+    )
+
+
+class EnvironmentVariable(NamedTuple):
+    """One variable that this package reads."""
+
+    name: str
+    setting: str | None
+    """The key of the yaml that it fills, if any."""
+
+    meaning: str
+
+
+ENVIRONMENT: tuple[EnvironmentVariable, ...] = (
+    EnvironmentVariable(CONFIG_VARIABLE, None, "Path of the client yaml."),
+    *(EnvironmentVariable(f"MEMKV_{name.upper()}", name, "") for name in ClientConfig.model_fields),
+    EnvironmentVariable(LICENSE_VARIABLES[1], "license", "Asked when neither the yaml nor `MEMKV_LICENSE` has one."),
+    EnvironmentVariable(LICENSE_VARIABLES[2], "license", "Asked last."),
+    EnvironmentVariable(HASH_SEED_VARIABLE, None, "Python's own; two engines' block hashes agree only under one seed."),
+    EnvironmentVariable(STATE_VARIABLE, None, "`memkv start --dev` keeps its key below it (`~/.local/state`)."),
+)
+"""Every environment variable that is read, all of them here."""
+
+
+def python_hash_seed(environ: Mapping[str, str] | None = None) -> str | None:
+    """``PYTHONHASHSEED`` as it is set, None when it is not."""
+    return (os.environ if environ is None else environ).get(HASH_SEED_VARIABLE) or None
+
+
+def default_dev_key_file(environ: Mapping[str, str] | None = None) -> Path:
+    """Where ``memkv start --dev`` keeps its key: in the user's state directory, which is not shared with anyone."""
+    state = (os.environ if environ is None else environ).get(STATE_VARIABLE)
+    return (Path(state) if state else Path.home() / ".local" / "state") / "memkv" / "dev.key"
+
+
+def load_client_config(environ: Mapping[str, str] | None = None) -> ClientConfig:
+    """The client's settings from the yaml named by ``MEMKV_CONFIG`` and from ``MEMKV_*``.
+
+    Args:
+        environ: Stands in for the process environment.
+
+    Raises:
+        ConfigError: With every problem of both sources.
+    """
+    environ = os.environ if environ is None else environ
+    sources.warn_unknown_variables(environ, (variable.name for variable in ENVIRONMENT))
+    merge = _Merge(environ)
+    merge.read_yaml()
+    merge.resolve_key()
+    merge.resolve_license()
+    return merge.build()
+
+
+class _Merge:
+    """The two sources becoming one mapping, with where each value came from and what was wrong on the way."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        # An empty variable is how a deployment template says "not set".
+        self._environ = {name: value for name, value in environ.items() if value.strip()}
+        self._values: dict[str, Any] = {}
+        self._variables: dict[str, str] = {}
+        self._problems: list[str] = []
+        self._settled: set[str] = set()
+        self._path = self._environ.get(CONFIG_VARIABLE)
+        self._yaml_failed = False
+
+    def read_yaml(self) -> None:
+        """Takes the yaml, then what it leaves out from the environment."""
+        if self._path is not None:
+            try:
+                self._values = sources.without_empty(sources.read_yaml(Path(self._path)), ClientConfig)
+            except ConfigError as error:
+                self._problems += [f"{self._path} (from {CONFIG_VARIABLE}): {problem}" for problem in error.problems]
+                self._yaml_failed = True
+        in_yaml = set(self._values)
+        if in_yaml & {"auth_key", "auth_key_file"}:
+            in_yaml |= {"auth_key", "auth_key_file"}
+        for name in ClientConfig.model_fields:
+            variable = f"MEMKV_{name.upper()}"
+            if variable not in self._environ or name == "license":
+                continue
+            if name in in_yaml:
+                logger.info("setting is in both sources, the yaml wins: variable=%s yaml=%s", variable, self._path)
+            else:
+                self._values[name] = self._environ[variable]
+                self._variables[name] = variable
+
+    def resolve_key(self) -> None:
+        """Reads ``auth_key_file``, so that the model always holds the key itself."""
+        key, file = self._values.get("auth_key"), self._values.get("auth_key_file")
+        if key is not None and self._path is not None and "auth_key" not in self._variables:
+            sources.warn_if_readable_by_others(Path(self._path))
+        if key is not None and file is not None:
+            both = Reject("expected only one of auth_key and auth_key_file", "remove one")
+            self._fail(self._name("auth_key_file"), both)
+        elif isinstance(file, str):
+            try:
+                self._values["auth_key"] = sources.read_small_file(Path(file), "a file with 64 hex characters")
+                sources.warn_if_readable_by_others(Path(file))
+                self._variables["auth_key"] = f"read from {file}"
+            except Reject as error:
+                self._fail(self._name("auth_key_file"), error)
+
+    def resolve_license(self) -> None:
+        """Takes the first license of the stated order and reads it where it is a path."""
+        if "license" in self._values:
+            asked = {"": self._values["license"]}
+        else:
+            asked = {name: self._environ[name] for name in LICENSE_VARIABLES if name in self._environ}
+        for variable, value in asked.items():
+            if not isinstance(value, str):
+                return
+            try:
+                self._values["license"] = _license_text(value)
+                return
+            except Reject as error:
+                if variable in LICENSE_VARIABLES[1:]:
+                    # Another product's variable must not stop an engine whose servers may ask for no license.
+                    reason = redact(error.expected)
+                    logger.warning("license is not usable and is ignored: variable=%s reason='%s'", variable, reason)
+                    continue
+                self._fail(f"license (from {variable})" if variable else "license", error)
+                self._values.pop("license", None)
+                return
+
+    def build(self) -> ClientConfig:
+        """The model, or all problems so far and the model's own."""
+        try:
+            config = ClientConfig.model_validate(self._values)
+        except ValidationError as error:
+            self._problems += [problem.line() for problem in self._model_problems(error)]
+        if self._problems:
+            # Raised outside of the except block: the model's error, which holds the values, is not chained.
+            where = f" ({self._path}, then MEMKV_* variables)" if self._path else " (MEMKV_* variables)"
+            raise ConfigError(_SOURCE + where, self._problems)
+        return config
+
+    def _model_problems(self, error: ValidationError) -> list[Problem]:
+        found = []
+        for problem in problems_of(error, ClientConfig, self._name):
+            missing = problem.expected == MISSING
+            if missing and (self._yaml_failed or problem.key in self._settled):
+                continue
+            found.append(problem._replace(fix=self._how_to_set(problem.key)) if missing else problem)
+        return found
+
+    def _how_to_set(self, name: str) -> str:
+        yaml = self._path or f"a yaml named by {CONFIG_VARIABLE}"
+        if name == "auth_key":
+            variables = "MEMKV_AUTH_KEY or MEMKV_AUTH_KEY_FILE (memkv keygen makes one)"
+            return f"set auth_key or auth_key_file in {yaml}, or {variables}"
+        return f"set {name} in {yaml}, or MEMKV_{name.upper()}"
+
+    def _name(self, key: str) -> str:
+        variable = self._variables.get(re.split(r"[.\[]", key, maxsplit=1)[0])
+        origin = "" if variable is None else f" ({variable})" if " " in variable else f" (from {variable})"
+        return key + origin
+
+    def _fail(self, name: str, error: Reject) -> None:
+        self._problems.append(Problem(name, error.expected, error.fix).line())
+        self._settled |= {"auth_key", "license"} if "license" not in name else {"license"}
+
+
+def _license_text(value: str) -> str:
+    text = value.strip()
+    if not _is_token(text):
+        if len(text) > 1024:
+            raise Reject("expected a license token (three parts joined by dots) or the path of a file with one")
+        text = sources.read_small_file(Path(text), "a file with the license token").strip()
+    if not _is_token(text):
+        raise Reject("expected the file to hold a license token: three base64url parts joined by dots")
+    return text
+
+
+def _is_token(text: str) -> bool:
+    return re.fullmatch(r"eyJ[\w-]*\.[\w-]+\.[\w-]*", text, re.ASCII) is not None

@@ -1,0 +1,351 @@
+"""Models of the server yaml. ``server_file`` reads it."""
+
+import os
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import (
+    AfterValidator,
+    Field,
+    PlainValidator,
+    ValidationInfo,
+    field_validator,
+)
+
+from memkv_vllm.config.fields import (
+    AuthKey,
+    Count,
+    DefaultText,
+    DeviceNames,
+    KeyId,
+    Kind,
+    ListenAddress,
+    Number,
+    RailAddress,
+    RoceKnobs,
+    Seconds,
+    Settings,
+    Size,
+)
+from memkv_vllm.config.problems import Problem, Reject
+from memkv_vllm.errors import ConfigError
+
+KIB, MIB, GIB, TIB = 1024, 1024**2, 1024**3, 1024**4
+DEFAULT_KEY_ID = "default"
+"""What ``network.auth_key`` is called on the wire; clients send it unless ``auth_key_id`` says otherwise."""
+
+
+class Right(str, Enum):
+    """What a key may do. ``write`` includes reporting a value as bad; ``admin`` is for ADMIN requests."""
+
+    READ = "read"
+    WRITE = "write"
+    DELETE = "delete"
+    ADMIN = "admin"
+
+
+def _hex_prefix(value: object) -> bytes:
+    if isinstance(value, bytes) and len(value) <= 64:
+        return value
+    if not isinstance(value, str) or len(value) > 128:
+        raise Reject("expected the first bytes of store keys in hexadecimal", "put it in quotes")
+    try:
+        return bytes.fromhex(value)
+    except ValueError:
+        raise Reject("expected the first bytes of store keys in hexadecimal, two digits a byte") from None
+
+
+def _unique_rights(value: tuple[Right, ...]) -> tuple[Right, ...]:
+    if not value or len(set(value)) != len(value):
+        raise Reject("expected at least one right, each once", "choose of read, write, delete, admin")
+    return value
+
+
+Rights = Annotated[tuple[Right, ...], AfterValidator(_unique_rights), Kind("list of read / write / delete / admin")]
+
+
+class KeyEntry(Settings):
+    """One key that clients may use, and what it allows. Two may overlap in time, so that keys can be rotated."""
+
+    key: AuthKey
+    """The key. Exactly one of this and `key_file`."""
+
+    key_file: Path | None = None
+    """A file that holds the key."""
+
+    rights: Rights = tuple(Right)
+    """What the key allows. All, because a single key is the common case."""
+
+    prefix: Annotated[bytes, PlainValidator(_hex_prefix), Kind("hex, at most 64 bytes"), DefaultText('`""`')] = b""
+    """The rights hold for store keys that begin with these bytes; empty: for all."""
+
+
+class NetworkConfig(Settings):
+    """Where the server listens, and who may connect."""
+
+    address: ListenAddress = RailAddress("0.0.0.0", 9900)
+    """Where clients connect. Every interface, for rails have an address each; nobody gets past the handshake without a
+    key. Port 0 takes any free port."""
+
+    admin_address: Annotated[ListenAddress | None, DefaultText("`address` with the next port")] = None
+    """Where admin HTTP and metrics are served."""
+
+    auth_key: AuthKey | None = None
+    """The key that all clients share, known to them as `default`. Exactly one of this, `auth_key_file`, `auth_keys`."""
+
+    auth_key_file: Path | None = None
+    """A file that holds the key."""
+
+    auth_keys: dict[KeyId, KeyEntry] = Field(default_factory=dict)
+    """Several keys by id."""
+
+    tls_cert: Path | None = None
+    """PEM certificate chain. Together with `tls_key`, or neither."""
+
+    tls_key: Path | None = None
+    """PEM private key."""
+
+    @property
+    def admin(self) -> RailAddress:
+        """Where admin HTTP is served: as configured, else the next port (any free port if that of clients is 0)."""
+        if self.admin_address is not None:
+            return self.admin_address
+        return RailAddress(self.address.host, self.address.port + 1 if self.address.port else 0)
+
+    @property
+    def keys(self) -> dict[str, KeyEntry]:
+        """Every key by the id that clients send."""
+        return {DEFAULT_KEY_ID: KeyEntry(key=self.auth_key)} if self.auth_key is not None else dict(self.auth_keys)
+
+    @field_validator("admin_address")
+    @classmethod
+    def _another_address(cls, value: RailAddress | None, info: ValidationInfo) -> RailAddress | None:
+        address = info.data.get("address")
+        if address is not None and value is None and address.port == 65535:
+            raise Reject("expected an address, as network.address has the last port", "set network.admin_address")
+        if address is not None and value == address and address.port:
+            raise Reject("expected another address than network.address", "leave it out for the next port")
+        return value
+
+    @field_validator("auth_keys")
+    @classmethod
+    def _one_form_of_key(cls, value: dict[str, KeyEntry], info: ValidationInfo) -> dict[str, KeyEntry]:
+        if not {"auth_key", "auth_key_file"} <= info.data.keys():
+            return value
+        # A key read from auth_key_file stands in auth_key by now.
+        if (info.data["auth_key"] is not None) == bool(value):
+            what = "only one" if value else "one"
+            fix = "remove the others" if value else "memkv keygen makes a key"
+            raise Reject(f"expected {what} of network.auth_key, network.auth_key_file and network.auth_keys", fix)
+        owner: dict[bytes, str] = {}
+        for key_id, entry in value.items():
+            first = owner.setdefault(entry.key.get_secret_value(), key_id)
+            if first != key_id:
+                same = f"{first} and {key_id} hold the same one"
+                raise Reject(f"expected different keys: {same}", "memkv keygen makes a key")
+        return value
+
+    @field_validator("tls_key")
+    @classmethod
+    def _both_or_neither(cls, value: Path | None, info: ValidationInfo) -> Path | None:
+        if "tls_cert" in info.data and (info.data["tls_cert"] is None) != (value is None):
+            raise Reject("expected network.tls_cert and network.tls_key both or neither", "add the other one")
+        return value
+
+
+def _page_multiple(value: int) -> int:
+    if value % 4096 or value & (value - 1) or value > GIB:
+        raise Reject("expected a power of two of at least 4 KiB and at most 1 GiB")
+    return value
+
+
+class MemoryConfig(Settings):
+    """The arena: registered memory that holds the values."""
+
+    block_size: Annotated[Size, AfterValidator(_page_multiple)] = 2 * MIB
+    """Granularity of the arena. 2 MiB is the hugepage of x86-64 and arm64."""
+
+    max_size: Size
+    """Size of the arena. No default: it is what this host is for."""
+
+    hugepages: Literal["auto", "on", "off"] = "auto"
+    """`on` refuses to start without enough free hugepages; `auto` takes them where they are; `off` never."""
+
+    @field_validator("max_size")
+    @classmethod
+    def _holds_a_block(cls, value: int, info: ValidationInfo) -> int:
+        if value < info.data.get("block_size", 0):
+            raise Reject("expected at least memory.block_size")
+        return value
+
+
+class Drive(Settings):
+    """One drive, or one file in place of one."""
+
+    media: Path
+    """Block device (`direct`) or file (`file`)."""
+
+    max_size: Size
+    """How much of it may be used."""
+
+
+Part = Annotated[Number, Field(gt=0, le=1)]
+
+
+class EvictionConfig(Settings):
+    """When values are evicted, and which."""
+
+    policy: Literal["lru"] = "lru"
+    """Which value goes first: the least recently used."""
+
+    high_watermark: Part = 0.95
+    """Eviction begins above this part of the space in use. 5 % free absorb the stores that arrive meanwhile."""
+
+    low_watermark: Part = 0.90
+    """And ends below this part."""
+
+    @field_validator("low_watermark")
+    @classmethod
+    def _below(cls, value: float, info: ValidationInfo) -> float:
+        if value >= info.data.get("high_watermark", 2):
+            raise Reject(f"expected less than storage.eviction.high_watermark (here {info.data['high_watermark']})")
+        return value
+
+
+class StorageConfig(Settings):
+    """What stands behind the arena."""
+
+    mode: Literal["memory", "file", "direct"] = "memory"
+    """`memory`: nothing; `file` and `direct` (regular files, raw drives): not in this version yet."""
+
+    drives: tuple[Drive, ...] = ()
+    """The drives of modes `file` and `direct`."""
+
+    eviction: EvictionConfig = EvictionConfig()
+    """When values are evicted, and which."""
+
+    @field_validator("drives")
+    @classmethod
+    def _as_the_mode_says(cls, value: tuple[Drive, ...], info: ValidationInfo) -> tuple[Drive, ...]:
+        mode = info.data.get("mode")
+        if mode == "memory" and value:
+            raise Reject("expected no drives in storage.mode memory: they would not be used", "remove them")
+        if mode in ("file", "direct") and not value:
+            raise Reject(f"expected at least one drive in storage.mode {mode}", "add {media, max_size}")
+        if len({drive.media for drive in value}) != len(value):
+            raise Reject("expected each storage.drives[].media once", "remove the repeated drive")
+        return value
+
+
+class ServerRdmaConfig(RoceKnobs):
+    """RDMA on the server."""
+
+    devices: DeviceNames = ()
+    """NICs to serve on, one per rail. Empty: clients cannot use verbs with this server."""
+
+
+class LimitsConfig(Settings):
+    """Bounds of what clients may ask for. Each has a counter or a log line when it is met."""
+
+    max_frame_bytes: Size = 4 * MIB
+    """Largest control frame. A full batch of 1024 keys needs some 100 KiB, the largest manifest 64 KiB."""
+
+    max_batch_keys: Annotated[Count, Field(le=65_536)] = 1024
+    """Keys of one PUT, GET or EXISTS. An engine sends at most 64 values, or one step's lookups."""
+
+    max_sessions: Count = 1024
+    """Authenticated sessions. 128 hosts of 8 ranks."""
+
+    max_handshakes: Count = 64
+    """Connections that are not authenticated yet; bounded apart from sessions, so that a flood of strangers costs
+    little and ends no client's session."""
+
+    handshake_timeout_s: Seconds = 5.0
+    """From accept to the end of the handshake; as long as a client's connect_timeout_s."""
+
+    max_inflight_per_session: Count = 32
+    """Requests of a session that are being worked on at a time. An engine with 4 lanes has about 8."""
+
+    max_value_bytes: Size = 1 * GIB
+    """Largest value. The largest known shard of a block is below 128 MiB."""
+
+    max_regions_per_session: Count = 8
+    """Staging regions of a session. An engine has one or two, and one more after a fence."""
+
+    max_region_bytes: Size = 1 * TIB
+    """Largest region. A tier registers vLLM's whole pinned pool, which is as large as a host's memory."""
+
+    transfer_timeout_s: Seconds = 30.0
+    """Deadline of every pull and every push, so that a hung client cannot hold a key."""
+
+    copy_threads: Annotated[Count, Field(le=256), DefaultText("min(4, CPUs)")] = Field(
+        default_factory=lambda: min(4, os.cpu_count() or 1)
+    )
+    """Threads that copy and checksum: several, for one does not reach memory bandwidth; 4, to leave cores to others."""
+
+    max_manifest_bytes: Size = 64 * KIB
+    """Largest manifest of a namespace. A manifest is a few KiB."""
+
+    max_manifests: Count = 4096
+    """Manifests are never evicted, so their number is bounded: 256 MiB at most with the default above."""
+
+    put_slice_values: Count = 8
+    """Values of a put batch that are moved before waiting gets get their turn. 8 of 1 MiB are under a millisecond of
+    a 100 Gbit/s rail."""
+
+    @field_validator("max_manifest_bytes")
+    @classmethod
+    def _fits_a_frame(cls, value: int, info: ValidationInfo) -> int:
+        if value > info.data.get("max_frame_bytes", value):
+            raise Reject("expected at most limits.max_frame_bytes: a manifest travels in one frame")
+        return value
+
+
+class LicenseConfig(Settings):
+    """Whether clients must present a license. Ours asks for none unless configured to."""
+
+    public_key_file: Path | None = None
+    """PEM public key against which a client's license is verified; set: clients without a valid one are refused."""
+
+
+class ServerConfig(Settings):
+    """The whole server yaml."""
+
+    network: NetworkConfig
+    """Where the server listens, and who may connect."""
+
+    memory: MemoryConfig
+    """The arena."""
+
+    storage: StorageConfig = StorageConfig()
+    """What stands behind the arena."""
+
+    rdma: ServerRdmaConfig = ServerRdmaConfig()
+    """RDMA on the server."""
+
+    limits: LimitsConfig = Field(default_factory=LimitsConfig)
+    """Bounds of what clients may ask for."""
+
+    license: LicenseConfig = LicenseConfig()
+    """Whether clients must present a license."""
+
+    def validate_supported(self) -> None:
+        """Refuses what the model accepts and this version does not do yet.
+
+        Raises:
+            ConfigError: Naming each such setting.
+        """
+        if problems := unsupported(self):
+            raise ConfigError("memkv server settings", problems)
+
+
+def unsupported(config: ServerConfig) -> list[str]:
+    """One problem for each setting that the model accepts and this version does not do yet."""
+    problems = []
+    if config.storage.mode != "memory":
+        problem = Problem("storage.mode", "not in this version yet", "use memory", config.storage.mode)
+        problems.append(problem.line())
+    if config.license.public_key_file is not None:
+        problems.append(Problem("license.public_key_file", "not in this version yet", "remove it").line())
+    return problems

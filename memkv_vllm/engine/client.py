@@ -1,0 +1,133 @@
+"""The cluster client: which server owns a block, and a link to each.
+
+Used by the engine (a rank's data path, with staging regions) and by the prober (scheduler side, control only).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+import anyio
+
+from memkv_vllm.config import ClientConfig, Mode
+from memkv_vllm.engine.inflight import Holder
+from memkv_vllm.engine.link import LinkSettings, ServerLink
+from memkv_vllm.engine.placement import Placement
+from memkv_vllm.protocol.auth import Credentials
+from memkv_vllm.protocol.session import PeerKind
+from memkv_vllm.transports.base import ClientConnection, ClientTransport, Region
+from memkv_vllm.types import Deadline
+
+
+@dataclass(frozen=True)
+class ServerEndpoint:
+    """A server by name, and the address of the rail that this process uses."""
+
+    name: str
+    host: str
+    port: int
+
+
+@dataclass(frozen=True)
+class ClusterSettings:
+    """How to reach the cluster; timeouts in seconds."""
+
+    servers: tuple[ServerEndpoint, ...]
+    credentials: Credentials
+    transport: str
+    connect_timeout_s: float
+    op_timeout_s: float
+
+    @classmethod
+    def from_config(cls, config: ClientConfig, mode: Mode) -> ClusterSettings:
+        """From the client's configuration, for ``direct`` or ``tier``."""
+        return cls(
+            servers=tuple(
+                ServerEndpoint(server.name, server.rails[0].host, server.rails[0].port) for server in config.servers
+            ),
+            credentials=Credentials(config.auth_key.get_secret_value(), config.auth_key_id),
+            transport=config.transport_for(mode).value,
+            connect_timeout_s=config.connect_timeout_s,
+            op_timeout_s=config.op_timeout_s,
+        )
+
+
+class ClusterClient:
+    """Links to every server. Belongs to one event loop; ``run`` owns all its tasks.
+
+    Args:
+        settings: servers and timeouts.
+        transport: makes the connections.
+        kind: what this client is for.
+        greet, on_change, on_fenced: see :class:`memkv_vllm.engine.link.ServerLink`.
+    """
+
+    def __init__(
+        self,
+        settings: ClusterSettings,
+        transport: ClientTransport,
+        kind: PeerKind,
+        *,
+        greet: Callable[[ServerLink, ClientConnection], Awaitable[None]] | None = None,
+        on_change: Callable[[], None] = lambda: None,
+        on_fenced: Callable[[Holder], None] = lambda _: None,
+    ) -> None:
+        self._settings = settings
+        self._transport = transport
+        self.regions: list[Region] = []
+        """Registered on every connection; more through ``add_region`` once the client runs."""
+        link_settings = LinkSettings(
+            settings.credentials, kind, settings.connect_timeout_s, settings.op_timeout_s
+        )
+        self.links: dict[str, ServerLink] = {
+            server.name: ServerLink(
+                server.name,
+                server.host,
+                server.port,
+                transport,
+                link_settings,
+                regions=self.regions,
+                greet=greet,
+                on_change=on_change,
+                on_fenced=on_fenced,
+            )
+            for server in settings.servers
+        }
+        self._placement = Placement([server.name for server in settings.servers])
+
+    def owner(self, prefix: bytes) -> ServerLink:
+        """The link to the server that holds all shards of this block."""
+        return self.links[self._placement.owner(prefix)]
+
+    def split(self, prefixes: Sequence[bytes]) -> dict[ServerLink, list[int]]:
+        """Indices of ``prefixes`` by owning server."""
+        return {self.links[name]: indices for name, indices in self._placement.split(prefixes).items()}
+
+    def deadline(self, limit: Deadline | None = None) -> Deadline:
+        """``op_timeout_s`` from now, or ``limit`` if that is sooner."""
+        end = time.monotonic() + self._settings.op_timeout_s
+        return Deadline(end if limit is None else min(end, limit))
+
+    async def add_region(self, region: Region) -> None:
+        """Register ``region`` on every connection, present and future; returns when the present ones have it."""
+        self.regions.append(region)
+        async with anyio.create_task_group() as tasks:
+            for link in self.links.values():
+                tasks.start_soon(link.register, region)
+
+    async def run(self) -> None:
+        """Keep all servers connected until cancelled."""
+        try:
+            async with anyio.create_task_group() as tasks:
+                for link in self.links.values():
+                    tasks.start_soon(link.run)
+        finally:
+            with anyio.CancelScope(shield=True), anyio.move_on_after(self._settings.connect_timeout_s):
+                await self._transport.aclose()
+
+    @property
+    def num_ready(self) -> int:
+        """Servers with a ready connection."""
+        return sum(link.connected for link in self.links.values())

@@ -1,0 +1,144 @@
+"""The transfer engine of one rank, as its vLLM worker sees it.
+
+This object belongs to vLLM's worker thread. It hands jobs to the loop thread, where :class:`EngineCore` owns
+everything else, and takes results from a queue. ``submit_*`` and ``poll_finished`` take microseconds whatever
+the network does; ``wait`` guards GPU blocks only. If the loop thread dies, all open jobs end at once with
+their load blocks reported as bad, and so does every later job: the engine's death is never vLLM's.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections.abc import Sequence
+
+from memkv_vllm.engine.api import BlockMover, BlockRef, EngineStatistics, JobResult
+from memkv_vllm.engine.client import ClusterSettings
+from memkv_vllm.engine.core import EngineCore, EngineSettings, Submission, failed_result
+from memkv_vllm.engine.plan import StagingPlan
+from memkv_vllm.engine.portal import LoopThread
+from memkv_vllm.errors import EngineStopped
+from memkv_vllm.types import Direction, LossReason
+
+__all__ = ["EngineSettings", "TransferEngine"]
+
+logger = logging.getLogger("memkv.engine")
+
+
+class TransferEngine:
+    """See :class:`memkv_vllm.engine.api.Engine`. Call ``start`` once, then from one thread only.
+
+    Args:
+        cluster: servers, credentials, timeouts.
+        plan: lanes and slots.
+        mover: moves blocks between KV tensors and slots.
+        shard: this rank's shard index in store keys.
+        settings: deadlines and budgets.
+        name: for the thread and logs, for example ``rank0``.
+    """
+
+    def __init__(
+        self,
+        *,
+        cluster: ClusterSettings,
+        plan: StagingPlan,
+        mover: BlockMover,
+        shard: int,
+        settings: EngineSettings,
+        name: str,
+    ) -> None:
+        self._settings = settings
+        self._close_timeout_s = cluster.connect_timeout_s + 5.0
+        self._finished: queue.SimpleQueue[JobResult] = queue.SimpleQueue()
+        self._open: dict[int, Submission] = {}
+        self._core = EngineCore(
+            cluster=cluster,
+            plan=plan,
+            mover=mover,
+            shard=shard,
+            settings=settings,
+            finished=self._finished.put,
+        )
+        self._mover = mover
+        self._thread = LoopThread(f"memkv-{name}", lambda _: self._core.run())
+        self._closed = False
+
+    def start(self) -> None:
+        """Make the staging pool and start the loop; servers are connected in the background.
+
+        Raises:
+            EnvironmentFault: no memory for the staging pool, or the transport cannot run on this host.
+        """
+        self._core.prepare()
+        self._thread.start()
+
+    def submit_store(self, job_id: int, blocks: Sequence[BlockRef], after: object | None = None) -> None:
+        """Hand over a store; returns in microseconds."""
+        self._submit(job_id, Direction.STORE, blocks, after, expedited=False)
+
+    def submit_load(
+        self, job_id: int, blocks: Sequence[BlockRef], after: object | None = None, *, expedited: bool = False
+    ) -> None:
+        """Hand over a load; ``expedited`` loads are awaited by ``wait`` instead of cancelled."""
+        self._submit(job_id, Direction.LOAD, blocks, after, expedited=expedited)
+
+    def _submit(
+        self, job_id: int, direction: Direction, blocks: Sequence[BlockRef], after: object | None, *, expedited: bool
+    ) -> None:
+        submission = Submission(job_id, direction, blocks, time.monotonic(), after, expedited)
+        self._open[job_id] = submission
+        self._thread.post(self._core.add_job, submission)
+
+    def poll_finished(self) -> list[JobResult]:
+        """Jobs finished since the last call, each exactly once."""
+        results: list[JobResult] = []
+        if self._open and not self._thread.alive:
+            self._drain(results)
+            self._fail_open(results)
+        else:
+            self._drain(results)
+        return results
+
+    def _drain(self, results: list[JobResult]) -> None:
+        while not self._finished.empty():
+            result = self._finished.get_nowait()
+            if self._open.pop(result.job_id, None) is not None:
+                results.append(result)
+
+    def _fail_open(self, results: list[JobResult]) -> None:
+        """The loop is dead: every open job ends here, load blocks reported as bad."""
+        results += [failed_result(submission, LossReason.ENGINE) for submission in self._open.values()]
+        self._open.clear()
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Return once none of these jobs reads or writes GPU blocks any more.
+
+        Stores: gathered blocks are done for it, ungathered ones are gathered at once where slots are free, else
+        dropped. Loads: cancelled before their scatter, unless expedited: those are awaited to their deadline.
+        """
+        known = {job_id for job_id in job_ids if job_id in self._open}
+        if not known:
+            return
+        try:
+            # A gather or scatter ends by itself and an expedited load by its deadline; the loop's death ends the call.
+            self._thread.call(self._core.flush, known, timeout_s=self._settings.wait_timeout_s + 60.0)
+        except EngineStopped:
+            logger.warning("event=wait_after_engine_end jobs=%d: nothing touches their blocks any more", len(known))
+        except TimeoutError:
+            logger.error("event=wait_timeout jobs=%d: a GPU copy does not end; the GPU may hang", len(known))
+
+    def statistics(self) -> EngineStatistics:
+        """A snapshot of counters and gauges."""
+        return self._core.statistics()
+
+    def close(self) -> None:
+        """Orderly end, bounded in time; a second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._thread.stop(self._close_timeout_s):
+            self._mover.close()
+            self._core.release()
+        else:
+            logger.error("event=engine_slow_stop thread=%s: its memory stays mapped", self._thread.name)

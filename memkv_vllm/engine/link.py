@@ -1,0 +1,305 @@
+"""One server as a client sees it: connected in the background, given up at once when it does not answer.
+
+A link goes round: connect -> register the staging regions -> greet -> ready -> (the connection ends) -> wait
+-> connect. While it is not ready, or its breaker is open, requests fail at once without touching the network.
+
+Every connection has a *generation*. When one ends with requests in flight, or a request's deadline passes,
+the connection is *condemned*: nothing more is sent on it, and a task of its own fences it, for as long as it
+takes, and then reports the generation as fenced. Only then may the slots that it could write be reused.
+Reconnecting does not wait for that.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple, TypeVar
+
+import anyio
+from anyio.abc import TaskGroup
+
+from memkv_vllm.engine.breaker import Backoff, Breaker, BreakerState
+from memkv_vllm.engine.inflight import Holder
+from memkv_vllm.errors import ConnectError, ConnectionLost, MemkvError, RequestTimeout, StoreError
+from memkv_vllm.protocol.auth import Credentials
+from memkv_vllm.protocol.messages import Request
+from memkv_vllm.protocol.session import PeerKind
+from memkv_vllm.transports.base import ClientConnection, ClientTransport, Region
+from memkv_vllm.types import Deadline
+
+R = TypeVar("R")
+logger = logging.getLogger("memkv.engine")
+
+RECONNECT_FIRST_S = 0.05
+RECONNECT_MAX_S = 2.0
+"""A server that comes back is used again within about this time; an attempt costs one connect."""
+
+FENCE_TRY_S = 5.0
+"""One attempt to fence; a condemned connection is tried again and again until it is fenced."""
+
+
+class LinkSettings(NamedTuple):
+    """What a link needs to know; timeouts in seconds."""
+
+    credentials: Credentials
+    kind: PeerKind
+    connect_timeout_s: float
+    op_timeout_s: float
+
+
+class LinkStatistics(NamedTuple):
+    """Counters of one link; they never decrease."""
+
+    ready: bool
+    generation: int
+    connects: int
+    connect_failures: int
+    fences: int
+
+
+class ServerLink:
+    """Keeps one server connected. All methods belong to the owner's event loop.
+
+    Args:
+        name: the server's name (placement hashes it).
+        host, port: the address of the rail in use.
+        transport: makes the connections.
+        settings: credentials, timeouts.
+        regions: the staging regions to register on every connection; the list is the owner's and may grow.
+        greet: awaited on every new connection before it counts as ready.
+        on_change: called when the link became ready or stopped being so.
+        on_fenced: called with a holder that can touch nothing any more.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        host: str,
+        port: int,
+        transport: ClientTransport,
+        settings: LinkSettings,
+        *,
+        regions: list[Region],
+        greet: Callable[[ServerLink, ClientConnection], Awaitable[None]] | None,
+        on_change: Callable[[], None],
+        on_fenced: Callable[[Holder], None],
+    ) -> None:
+        self.name = name
+        self.address = f"{host}:{port}"
+        self._host, self._port = host, port
+        self._transport = transport
+        self._settings = settings
+        self._regions = regions
+        self._greet = greet
+        self._on_change = on_change
+        self._on_fenced = on_fenced
+        self._breaker = Breaker(random.random)
+        self._backoff = Backoff(RECONNECT_FIRST_S, RECONNECT_MAX_S, random.random)
+        self._connection: ClientConnection | None = None
+        self._tasks: TaskGroup | None = None
+        self._generation = 0
+        self._connects = self._connect_failures = self._fences = 0
+        self._last_problem = ""
+        self._ended: MemkvError = ConnectionLost("not connected yet")
+
+    def __repr__(self) -> str:
+        state = "ready" if self._connection is not None else "down"
+        return f"<ServerLink {self.name} {state} generation={self._generation}>"
+
+    @property
+    def holder(self) -> Holder:
+        """The current connection as a slot holder."""
+        return Holder(self.name, self._generation)
+
+    @property
+    def connected(self) -> bool:
+        """Whether a connection is ready, whatever its breaker says."""
+        return self._connection is not None
+
+    def available(self, now: float) -> bool:
+        """Whether a request would be sent now. O(1); half-open lets a single probe through."""
+        return self._connection is not None and self._breaker.allow(now)
+
+    def statistics(self) -> LinkStatistics:
+        """A snapshot."""
+        return LinkStatistics(
+            self.connected, self._generation, self._connects, self._connect_failures, self._fences
+        )
+
+    # -- requests
+
+    async def request(self, request: Request[R], deadline: Deadline, *, names_memory: bool = False) -> R:
+        """Send a request on the current connection.
+
+        Args:
+            request: what to send.
+            deadline: when to give up.
+            names_memory: whether it names staging extents. If so, a missed deadline condemns the connection: the
+                server may still move bytes. Otherwise it only counts against the server.
+
+        Raises:
+            ConnectError: not connected; nothing was sent.
+            RequestTimeout, ConnectionLost: bytes may still move under :attr:`holder` as it was before the
+                call; it will be reported as fenced.
+            StoreError, LocalProtocolError: refused as a whole; no byte moves.
+        """
+        connection = self._connection
+        if connection is None:
+            raise ConnectError(f"server {self.name} ({self.address}) is not connected: {self._last_problem}")
+        try:
+            reply = await connection.request(request, deadline)
+        except (RequestTimeout, ConnectionLost) as error:
+            self._breaker.failed(time.monotonic())
+            if names_memory or not connection.alive or self._breaker.state is BreakerState.OPEN:
+                self._condemn(connection, error)
+            raise
+        except StoreError:
+            self._breaker.succeeded(time.monotonic())
+            raise
+        self._breaker.succeeded(time.monotonic())
+        return reply
+
+    def condemn_current(self, error: MemkvError) -> None:
+        """Give up the current connection: a reply said that bytes may still move after it."""
+        if self._connection is not None:
+            self._condemn(self._connection, error)
+
+    async def register(self, region: Region) -> bool:
+        """Register a further region on the current connection; False when that failed (it is condemned then)."""
+        connection = self._connection
+        if connection is None:
+            return False
+        try:
+            await connection.register(region, self._deadline(self._settings.connect_timeout_s))
+        except MemkvError as error:
+            self._condemn(connection, error)
+            return False
+        return True
+
+    # -- the round
+
+    async def run(self) -> None:
+        """Keep the server connected until cancelled; on the way out every connection is closed."""
+        async with anyio.create_task_group() as tasks:
+            self._tasks = tasks
+            while True:
+                connection = await self._connect()
+                if connection is not None:
+                    await self._serve(connection)
+                await anyio.sleep(self._backoff.next_delay())
+
+    async def _connect(self) -> ClientConnection | None:
+        settings = self._settings
+        deadline = self._deadline(settings.connect_timeout_s)
+        try:
+            return await self._transport.connect(self._host, self._port, settings.credentials, settings.kind, deadline)
+        except MemkvError as error:
+            self._connect_failures += 1
+            self._problem(error)
+            return None
+
+    async def _serve(self, connection: ClientConnection) -> None:
+        """Drive one connection from its set-up to its end."""
+        self._generation += 1
+        generation = self._generation
+        self._ended = ConnectionLost(f"server {self.name} ({self.address}) closed the connection")
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._drive, connection, tasks)
+                if await self._set_up(connection):
+                    logger.info("event=connected server=%s address=%s generation=%d", self.name, self.address, generation)
+                    self._connection = connection
+                    self._on_change()
+                    await anyio.sleep_forever()
+                tasks.cancel_scope.cancel()
+        finally:
+            self._drop(connection)
+            with anyio.CancelScope(shield=True), anyio.move_on_after(FENCE_TRY_S):
+                await connection.aclose()
+        self._problem(self._ended)
+        self._start_fence(connection, Holder(self.name, generation))
+
+    async def _drive(self, connection: ClientConnection, tasks: TaskGroup) -> None:
+        """The connection's reader; its end is the end of the connection's task group."""
+        try:
+            await connection.run()
+        except MemkvError as error:
+            self._ended = error
+        tasks.cancel_scope.cancel()
+
+    async def _set_up(self, connection: ClientConnection) -> bool:
+        """Register the regions and greet; False when that failed, with the reason in ``_ended``."""
+        try:
+            for region in list(self._regions):
+                await connection.register(region, self._deadline(self._settings.connect_timeout_s))
+            if self._greet is not None:
+                await self._greet(self, connection)
+        except MemkvError as error:
+            self._ended = error
+            return False
+        self._connects += 1
+        self._backoff.reset()
+        self._last_problem = ""
+        return True
+
+    def _drop(self, connection: ClientConnection) -> None:
+        if self._connection is connection:
+            self._connection = None
+            self._on_change()
+
+    def _condemn(self, connection: ClientConnection, error: MemkvError) -> None:
+        """Stop using ``connection``; closing it ends its round, which fences it."""
+        if self._connection is not connection:
+            return
+        self._problem(error)
+        self._drop(connection)
+        if self._tasks is not None:
+            self._tasks.start_soon(self._close, connection)
+
+    @staticmethod
+    async def _close(connection: ClientConnection) -> None:
+        with anyio.move_on_after(FENCE_TRY_S):
+            await connection.aclose()
+
+    def _start_fence(self, connection: ClientConnection, holder: Holder) -> None:
+        if self._tasks is not None:
+            self._tasks.start_soon(self._fence, connection, holder)
+
+    async def _fence(self, connection: ClientConnection, holder: Holder) -> None:
+        """Fence for as long as it takes: a slot in quarantine is cheaper than a wrong byte."""
+        backoff = Backoff(RECONNECT_FIRST_S, RECONNECT_MAX_S, random.random)
+        while True:
+            try:
+                await connection.fence(self._deadline(FENCE_TRY_S))
+                break
+            except MemkvError as error:
+                logger.warning(
+                    "event=fence_pending server=%s generation=%d reason=%r: its staging slots stay in quarantine "
+                    "until the server answers or its process has ended",
+                    holder.server,
+                    holder.generation,
+                    str(error),
+                )
+            await anyio.sleep(backoff.next_delay())
+        self._fences += 1
+        self._on_fenced(holder)
+
+    def _problem(self, error: MemkvError) -> None:
+        """One line per new problem, not one per attempt."""
+        text = str(error)
+        if text == self._last_problem:
+            return
+        self._last_problem = text
+        logger.warning(
+            "event=server_down server=%s address=%s reason=%r: its share of lookups and loads misses until it is "
+            "back; reconnecting in the background",
+            self.name,
+            self.address,
+            text,
+        )
+
+    @staticmethod
+    def _deadline(timeout_s: float) -> Deadline:
+        return Deadline(time.monotonic() + timeout_s)

@@ -1,0 +1,229 @@
+"""The scheduler side's client: existence probes, namespace manifests, resets. Control only.
+
+It has a loop thread of its own and registers no memory. The manager hands over a scheduler step's probes with
+``submit`` and drains answers with ``poll``; neither waits. The probes of a step travel as one batch per server.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import anyio
+from anyio.abc import TaskGroup
+
+from memkv_vllm.engine.client import ClusterClient, ClusterSettings
+from memkv_vllm.engine.link import ServerLink
+from memkv_vllm.engine.portal import LoopThread
+from memkv_vllm.errors import EngineStopped, MemkvError
+from memkv_vllm.keys import NamespaceManifest, impossible_sharing
+from memkv_vllm.protocol.messages import Admin, Exists, Manifest, ManifestEntry
+from memkv_vllm.protocol.session import PeerKind
+from memkv_vllm.transports.base import ClientConnection
+from memkv_vllm.transports.registry import client_transport
+from memkv_vllm.types import Deadline, MissReason
+
+logger = logging.getLogger("memkv.engine")
+
+PROBE_BATCH = 1024
+"""Blocks per EXISTS message: 70 KiB of keys."""
+
+
+class ProbeAnswer(NamedTuple):
+    """``present`` is None when the block's server could not be asked; then ``reason`` says why."""
+
+    prefix: bytes
+    present: bool | None
+    reason: MissReason | None
+
+
+class ProberStatistics(NamedTuple):
+    """A snapshot; counters never decrease."""
+
+    servers_ready: int
+    servers: int
+    probes: int
+    batches: int
+    unreachable: int
+    namespace_mismatches: int
+    """Namespaces found that were meant to share with ours and cannot."""
+
+
+class Prober:
+    """Probes which blocks all ``shards`` ranks have stored.
+
+    Args:
+        cluster: servers, credentials, timeouts.
+        shards: number of ranks; a block is present only when all their shards are.
+        namespace: announced on every first connection to a server and compared with its siblings.
+        name: for the thread and logs.
+        probe_timeout_s: deadline of one probe batch.
+    """
+
+    def __init__(
+        self,
+        *,
+        cluster: ClusterSettings,
+        shards: int,
+        namespace: NamespaceManifest,
+        name: str,
+        probe_timeout_s: float = 1.0,
+    ) -> None:
+        self._cluster = cluster
+        self._shards = shards
+        self._namespace = namespace
+        self._probe_timeout_s = probe_timeout_s
+        self._answers: queue.SimpleQueue[ProbeAnswer] = queue.SimpleQueue()
+        self._thread = LoopThread(f"memkv-prober-{name}", self._main)
+        self._client: ClusterClient | None = None
+        self._tasks: TaskGroup | None = None
+        self._counts: Counter[str] = Counter()
+        self._warned: set[bytes] = set()
+        self._greeted: set[bytes] = set()
+
+    def start(self) -> None:
+        """Start the loop thread. Returns at once; servers are connected in the background."""
+        self._thread.start()
+
+    def submit(self, prefixes: Sequence[bytes]) -> None:
+        """Ask for these blocks; never waits. Every prefix gets exactly one answer."""
+        if prefixes and not self._thread.post(self._probe_all, list(prefixes)):
+            self._unreachable(prefixes)
+
+    def poll(self) -> list[ProbeAnswer]:
+        """Answers that arrived since the last call; O(1) when there are none."""
+        answers: list[ProbeAnswer] = []
+        while not self._answers.empty():
+            answers.append(self._answers.get_nowait())
+        return answers
+
+    def reset_namespace(self, namespace: bytes, timeout_s: float) -> list[str]:
+        """Have every server drop a namespace; returns the names of those that did not confirm in time."""
+        try:
+            return self._thread.call(self._reset, namespace, timeout_s, timeout_s=timeout_s + 1.0)
+        except (EngineStopped, TimeoutError):
+            return [server.name for server in self._cluster.servers]
+
+    def statistics(self) -> ProberStatistics:
+        """A snapshot."""
+        client = self._client
+        return ProberStatistics(
+            servers_ready=client.num_ready if client is not None else 0,
+            servers=len(self._cluster.servers),
+            probes=self._counts["probes"],
+            batches=self._counts["batches"],
+            unreachable=self._counts["unreachable"],
+            namespace_mismatches=self._counts["namespace_mismatches"],
+        )
+
+    def close(self) -> None:
+        """Stop the loop thread, within the connect timeout."""
+        if not self._thread.stop(self._cluster.connect_timeout_s + 1.0):
+            logger.warning("event=prober_slow_stop thread=%s", self._thread.name)
+
+    # -- on the loop
+
+    async def _main(self, _: LoopThread) -> None:
+        transport = client_transport(self._cluster.transport)
+        self._client = ClusterClient(self._cluster, transport, PeerKind.MANAGER, greet=self._greet)
+        async with anyio.create_task_group() as tasks:
+            self._tasks = tasks
+            try:
+                await self._client.run()
+            finally:
+                self._tasks = None
+
+    def _probe_all(self, prefixes: list[bytes]) -> None:
+        if self._client is None or self._tasks is None:
+            self._unreachable(prefixes)
+            return
+        self._counts["probes"] += len(prefixes)
+        for link, indices in self._client.split(prefixes).items():
+            for start in range(0, len(indices), PROBE_BATCH):
+                batch = [prefixes[index] for index in indices[start : start + PROBE_BATCH]]
+                if link.available(time.monotonic()):
+                    self._tasks.start_soon(self._probe, link, batch)
+                else:
+                    self._unreachable(batch)
+
+    async def _probe(self, link: ServerLink, batch: list[bytes]) -> None:
+        self._counts["batches"] += 1
+        answered = False
+        try:
+            deadline = Deadline(time.monotonic() + self._probe_timeout_s)
+            present = await link.request(Exists(batch, self._shards), deadline)
+            for prefix, found in zip(batch, present, strict=True):
+                self._answers.put(ProbeAnswer(prefix, found, None if found else MissReason.ABSENT))
+            answered = True
+        except MemkvError as error:
+            logger.debug("event=probe_failed server=%s blocks=%d reason=%r", link.name, len(batch), str(error))
+        finally:
+            if not answered:
+                self._unreachable(batch)
+
+    def _unreachable(self, prefixes: Sequence[bytes]) -> None:
+        self._counts["unreachable"] += len(prefixes)
+        for prefix in prefixes:
+            self._answers.put(ProbeAnswer(prefix, None, MissReason.BREAKER))
+
+    async def _reset(self, namespace: bytes, timeout_s: float) -> list[str]:
+        client = self._client
+        failed: list[str] = []
+        if client is None:
+            return [server.name for server in self._cluster.servers]
+
+        async def one(link: ServerLink) -> None:
+            command = Admin({"command": "reset", "namespace": namespace.hex()})
+            try:
+                await link.request(command, Deadline(time.monotonic() + timeout_s))
+            except MemkvError as error:
+                logger.error("event=reset_failed server=%s reason=%r", link.name, str(error))
+                failed.append(link.name)
+
+        async with anyio.create_task_group() as tasks:
+            for link in client.links.values():
+                tasks.start_soon(one, link)
+        return sorted(failed)
+
+    async def _greet(self, link: ServerLink, connection: ClientConnection) -> None:
+        """Once per server: put our manifest into its directory and look at the siblings."""
+        server_id = connection.established.server.server_id
+        if server_id in self._greeted:
+            return
+        ours = self._namespace
+        announcement = Manifest(ours.family, ours.digest, ours.to_json())
+        deadline = Deadline(time.monotonic() + self._cluster.connect_timeout_s)
+        siblings = await connection.request(announcement, deadline)
+        self._greeted.add(server_id)
+        for sibling in siblings:
+            self._compare(link, sibling)
+
+    def _compare(self, link: ServerLink, sibling: ManifestEntry) -> None:
+        """Warn once per namespace that was meant to share with ours and cannot."""
+        if sibling.digest in self._warned:
+            return
+        self._warned.add(sibling.digest)
+        try:
+            differing = self._namespace.differing_fields(sibling.manifest)
+        except ValueError as error:
+            logger.warning("event=bad_manifest server=%s reason=%r", link.name, str(error))
+            return
+        if not impossible_sharing(differing):
+            logger.info(
+                "event=other_namespace server=%s differs_in=%s: side by side, nothing shared",
+                link.name,
+                ",".join(differing),
+            )
+            return
+        self._counts["namespace_mismatches"] += 1
+        logger.warning(
+            "event=namespace_mismatch server=%s differs_in=%s: another engine stored the same model here under keys "
+            "that this one can never find. Start every engine with one PYTHONHASHSEED and one "
+            "--prefix-caching-hash-algo (sha256), then restart",
+            link.name,
+            ",".join(differing),
+        )

@@ -1,0 +1,114 @@
+"""Order in which bulk work takes its turns: gets before puts, first come first served in each class. Pure.
+
+A driver runs at most as many turns at once as it has lanes. A put batch is cut into slices and asks for a turn
+per slice; since a waiting get goes before the next slice of any put, it waits for at most one slice in each
+lane. Slices of one batch keep the place in the line that the batch took when it came.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from enum import IntEnum
+from itertools import count
+from typing import Generic, NamedTuple, TypeVar
+
+from memkv_vllm.errors import LocalProtocolError
+
+__all__ = ["BulkKind", "BulkQueue", "BulkQueueStatistics", "BulkTicket"]
+
+T = TypeVar("T")
+
+
+class BulkKind(IntEnum):
+    """Class of bulk work; the lower number goes first."""
+
+    GET = 0
+    PUT = 1
+
+
+class BulkTicket(NamedTuple):
+    """A batch's place in the line."""
+
+    kind: BulkKind
+    order: int
+
+
+class BulkQueueStatistics(NamedTuple):
+    """State of a :class:`BulkQueue`; the last three never decrease."""
+
+    waiting_gets: int
+    waiting_puts: int
+    popped_gets: int
+    popped_puts: int
+    refused: int
+
+
+class BulkQueue(Generic[T]):
+    """Bounded line of waiting turns; ``T`` is whatever wakes the one who waits.
+
+    Args:
+        put_slice_values: most values of a put batch that are moved in one turn.
+        get_slice_values: the same for a get batch; None moves it whole.
+        max_waiting: most turns that may wait; a push beyond it is refused.
+
+    Raises:
+        LocalProtocolError: an argument is not positive.
+    """
+
+    def __init__(self, put_slice_values: int = 8, max_waiting: int = 4096, get_slice_values: int | None = None) -> None:
+        if min(put_slice_values, max_waiting, get_slice_values or 1) < 1:
+            raise LocalProtocolError("bulk queue: slices and max_waiting must be positive")
+        self._slice_values = {BulkKind.PUT: put_slice_values, BulkKind.GET: get_slice_values}
+        self.max_waiting = max_waiting
+        self._orders = count()
+        self._turns = count()
+        self._line: list[tuple[BulkKind, int, int, T]] = []
+        self._popped = {BulkKind.GET: 0, BulkKind.PUT: 0}
+        self._refused = 0
+
+    def __len__(self) -> int:
+        return len(self._line)
+
+    def __repr__(self) -> str:
+        return f"<BulkQueue {len(self._line)}/{self.max_waiting} waiting>"
+
+    def slices(self, kind: BulkKind, num_values: int) -> list[slice]:
+        """How a batch of ``num_values`` values is cut into turns."""
+        step = self._slice_values[kind] or max(num_values, 1)
+        return [slice(start, min(start + step, num_values)) for start in range(0, num_values, step)]
+
+    def ticket(self, kind: BulkKind) -> BulkTicket:
+        """Takes a place in the line for a batch that comes now; each of its turns is pushed with it."""
+        return BulkTicket(kind, next(self._orders))
+
+    def push(self, ticket: BulkTicket, work: T) -> bool:
+        """Puts one turn into the line; returns False when the line is full."""
+        if len(self._line) >= self.max_waiting:
+            self._refused += 1
+            return False
+        insort(self._line, (ticket.kind, ticket.order, next(self._turns), work))
+        return True
+
+    def pop(self) -> T | None:
+        """Takes the next turn out of the line, or None when nothing waits."""
+        if not self._line:
+            return None
+        kind, _, _, work = self._line.pop(0)
+        self._popped[kind] += 1
+        return work
+
+    def discard(self, work: T) -> bool:
+        """Takes a turn that no longer waits out of the line; returns False when it is not in it."""
+        for index, (_, _, _, waiting) in enumerate(self._line):
+            if waiting is work:
+                del self._line[index]
+                return True
+        return False
+
+    def statistics(self) -> BulkQueueStatistics:
+        """Numbers of waiting, taken and refused turns."""
+        gets = sum(1 for turn in self._line if turn[0] is BulkKind.GET)
+        popped = self._popped
+        return BulkQueueStatistics(
+            gets, len(self._line) - gets, popped[BulkKind.GET], popped[BulkKind.PUT], self._refused
+        )

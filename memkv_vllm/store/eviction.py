@@ -1,0 +1,93 @@
+"""Which value goes next when the arena is full. Pure: a policy orders keys; the table decides and frees.
+
+Contract between the table and a policy:
+
+1. ``added`` when a value becomes complete (never for a reservation), ``touched`` when it is used, ``removed``
+   when it leaves for any reason, also after it was yielded as a victim. A policy thus holds exactly the
+   complete keys, each once.
+2. ``victims`` yields keys in order of eviction. Between two steps the caller either calls ``removed`` for the
+   key just yielded, or leaves it: then it is in use (pinned), and the policy may treat it as touched.
+   Nothing else may be called while an iterator is being consumed; an iterator may be dropped at any step.
+3. ``victims`` ends: it yields no key twice.
+
+A policy may remember keys that have left (the ghost queue of S3-FIFO) as long as that memory is bounded.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Protocol
+
+from memkv_vllm.errors import LocalProtocolError
+
+__all__ = ["EvictionPolicy", "LruPolicy"]
+
+
+class EvictionPolicy(Protocol):
+    """Order of eviction over the complete keys of a store; the module's docstring is the contract."""
+
+    def added(self, key: bytes) -> None:
+        """A value was committed under ``key``."""
+
+    def touched(self, key: bytes) -> None:
+        """The value under ``key`` was read or found by a lookup."""
+
+    def removed(self, key: bytes) -> None:
+        """The value under ``key`` has left the store."""
+
+    def victims(self) -> Iterator[bytes]:
+        """Keys in order of eviction."""
+
+
+class LruPolicy:
+    """Evicts the key that was not used for the longest time; each call is O(1)."""
+
+    def __init__(self) -> None:
+        self._keys: OrderedDict[bytes, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __repr__(self) -> str:
+        return f"<LruPolicy {len(self._keys)} keys>"
+
+    def added(self, key: bytes) -> None:
+        """Appends ``key`` as the newest.
+
+        Raises:
+            LocalProtocolError: it is there already.
+        """
+        if key in self._keys:
+            raise LocalProtocolError(f"eviction policy: key {key.hex()} added twice")
+        self._keys[key] = None
+
+    def touched(self, key: bytes) -> None:
+        """Makes ``key`` the newest.
+
+        Raises:
+            LocalProtocolError: it is not there.
+        """
+        self._require(key)
+        self._keys.move_to_end(key)
+
+    def removed(self, key: bytes) -> None:
+        """Forgets ``key``.
+
+        Raises:
+            LocalProtocolError: it is not there.
+        """
+        self._require(key)
+        del self._keys[key]
+
+    def victims(self) -> Iterator[bytes]:
+        """Oldest first. A victim that the caller leaves in place is in use and becomes the newest."""
+        for _ in range(len(self._keys)):
+            key = next(iter(self._keys))
+            yield key
+            if key in self._keys:
+                self._keys.move_to_end(key)
+
+    def _require(self, key: bytes) -> None:
+        if key not in self._keys:
+            raise LocalProtocolError(f"eviction policy: key {key.hex()} is not known")

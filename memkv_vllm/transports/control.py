@@ -1,0 +1,260 @@
+"""Client side of a control channel: drives a protocol session over any control stream.
+
+Life: :meth:`ControlChannel.open` performs the handshake; the owner starts :meth:`ControlChannel.run` in a task
+group; :meth:`ControlChannel.request` may be called from many tasks at once. At most ``max_inflight`` requests
+(the server's limit) are on their way; a request that timed out keeps its place until its late reply comes, since
+the server is still busy with it. When ``run`` ends, every pending request fails with ``ConnectionLost``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Sequence
+from struct import error as StructError
+from typing import NamedTuple, TypeVar
+
+import anyio
+
+from memkv_vllm.errors import (
+    AuthError,
+    ConnectError,
+    ConnectionLost,
+    LocalProtocolError,
+    MemkvError,
+    RemoteProtocolError,
+    RequestTimeout,
+    VersionError,
+)
+from memkv_vllm.protocol.auth import NONCE_BYTES, Credentials
+from memkv_vllm.protocol.frame import MessageType
+from memkv_vllm.protocol.messages import Bye, Request, batch_count
+from memkv_vllm.protocol.session import Established, PeerKind, ReplyReceived, Session
+from memkv_vllm.transports.base import remaining
+from memkv_vllm.transports.streams import ControlStream, FrameWriter, send_all
+from memkv_vllm.types import Deadline, Role
+
+R = TypeVar("R")
+
+_log = logging.getLogger("memkv.transports.control")
+
+
+class ChannelStatistics(NamedTuple):
+    """What a channel has done: counts."""
+
+    pending: int
+    sent: int
+    replies: int
+    late_replies: int
+    waiting_bytes: int
+
+
+class _Pending:
+    """One request on its way."""
+
+    __slots__ = ("abandoned", "arrived", "reply")
+
+    def __init__(self) -> None:
+        self.arrived = anyio.Event()
+        self.reply: ReplyReceived | None = None
+        self.abandoned = False
+
+
+class ControlChannel:
+    """One authenticated control session, client side. Used on one event loop; owns its stream."""
+
+    def __init__(self, stream: ControlStream, session: Session, established: Established, label: str) -> None:
+        """Use :meth:`open`."""
+        self.established = established
+        self._stream = stream
+        self._session = session
+        self._label = label
+        self._writer = FrameWriter(stream)
+        self._pending: dict[int, _Pending] = {}
+        self._places = anyio.Semaphore(established.server.limits.max_inflight, fast_acquire=True)
+        self._closing = False
+        self._ended: MemkvError | None = None
+        self._sent = self._replies = self._late_replies = 0
+
+    @classmethod
+    async def open(
+        cls, stream: ControlStream, credentials: Credentials, kind: PeerKind, deadline: Deadline, *, label: str
+    ) -> ControlChannel:
+        """Authenticate over a fresh ``stream``, which is closed if that fails.
+
+        Args:
+            stream: connected, nothing sent yet.
+            credentials: key id and key.
+            kind: what this client is for.
+            deadline: for the whole handshake.
+            label: the server's name in messages.
+
+        Raises:
+            ConnectError: no answer by ``deadline``, or the server closed or refused the connection.
+            AuthError, VersionError, RemoteProtocolError: the handshake failed.
+        """
+        session = Session(Role.CLIENT, os.urandom(NONCE_BYTES), credentials=credentials, kind=kind)
+        try:
+            with anyio.fail_after(remaining(deadline, time.monotonic())):
+                established = await _shake_hands(stream, session)
+        except TimeoutError:
+            stream.close()
+            raise ConnectError(f"{label} accepted the connection and did not answer by the deadline") from None
+        except ConnectionLost as error:
+            stream.close()
+            raise ConnectError(f"{label} closed the connection during the handshake: {error}") from error
+        except (AuthError, VersionError, ConnectError) as error:
+            stream.close()
+            raise type(error)(f"{label}: {error}") from error
+        except BaseException:
+            stream.close()
+            raise
+        return cls(stream, session, established, label)
+
+    @property
+    def alive(self) -> bool:
+        """False once the channel has ended."""
+        return self._ended is None and not self._closing
+
+    def statistics(self) -> ChannelStatistics:
+        """What happened so far."""
+        waiting = self._writer.waiting_bytes
+        return ChannelStatistics(len(self._pending), self._sent, self._replies, self._late_replies, waiting)
+
+    async def run(self) -> None:
+        """Read replies until the channel ends; raises what ended it, returns normally after ``close``."""
+        error: MemkvError = ConnectionLost(f"the connection to {self._label} was cancelled")
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._writer.run)
+                try:
+                    await self._read_replies()
+                    error = ConnectionLost(f"{self._label} closed the connection")
+                except MemkvError as seen:
+                    error = seen
+                tasks.cancel_scope.cancel()
+        finally:
+            self._end(error)
+        if not self._closing:
+            raise self._ended or error
+
+    async def request(self, request: Request[R], deadline: Deadline, fds: Sequence[int] = ()) -> R:
+        """Send ``request`` and await its reply; see ``ClientConnection.request``. ``fds`` go with the frame."""
+        body = self._pack(request)
+        pending: _Pending | None = None
+        with anyio.move_on_after(remaining(deadline, time.monotonic())):
+            await self._places.acquire()
+            pending = self._send(request.TYPE, body, fds)
+            try:
+                await pending.arrived.wait()
+            finally:
+                pending.abandoned = not pending.arrived.is_set()
+        # A reply that came in the same moment as the deadline counts as arrived.
+        if pending is not None and pending.arrived.is_set():
+            return self._outcome(request, pending)
+        self._check_alive()
+        what = "did not answer" if pending is not None else "had no place for"
+        raise RequestTimeout(f"{self._label} {what} {request.TYPE.name} by its deadline")
+
+    def close(self) -> None:
+        """End the channel at once; ``run`` returns, pending requests fail. A second call does nothing."""
+        self._closing = True
+        self._end(ConnectionLost(f"the connection to {self._label} was closed on this side"))
+
+    # -- inside
+
+    def _pack(self, request: Request[R]) -> bytes:
+        self._check_alive()
+        try:
+            body = request.pack()
+        except StructError as error:
+            raise LocalProtocolError(f"{request.TYPE.name} does not fit its layout: {error}") from error
+        limits = self.established.server.limits
+        if (count := batch_count(request.TYPE, body)) > limits.max_batch_keys:
+            raise LocalProtocolError(f"a {request.TYPE.name} of {count} keys; the server takes {limits.max_batch_keys}")
+        return body
+
+    def _send(self, type: MessageType, body: bytes, fds: Sequence[int]) -> _Pending:
+        try:
+            self._check_alive()
+            request_id = self._session.send_request(type, body)
+        except BaseException:
+            self._places.release()
+            raise
+        pending = self._pending[request_id] = _Pending()
+        self._sent += 1
+        self._writer.send(self._session.data_to_send(), fds)
+        return pending
+
+    def _check_alive(self) -> None:
+        if self._ended is not None:
+            raise ConnectionLost(str(self._ended))
+
+    def _outcome(self, request: Request[R], pending: _Pending) -> R:
+        reply = pending.reply
+        if reply is None:
+            raise ConnectionLost(str(self._ended))
+        if reply.error is not None:
+            raise reply.error.to_exception()
+        try:
+            if reply.type is not request.TYPE:
+                raise RemoteProtocolError("type", f"a {reply.type.name} in reply to a {request.TYPE.name}")
+            return request.reply(reply.body)
+        except RemoteProtocolError as error:
+            self._end(error)
+            raise
+
+    async def _read_replies(self) -> None:
+        while data := await self._stream.receive():
+            for event in self._session.receive_data(data):
+                if isinstance(event, ReplyReceived):
+                    self._take(event)
+        if self._ended is None:
+            self._session.receive_eof()
+
+    def _take(self, reply: ReplyReceived) -> None:
+        pending = self._pending.pop(reply.request_id, None)
+        if pending is None:
+            raise RemoteProtocolError("request_id", f"a reply to a request {reply.request_id} that was never sent")
+        self._places.release()
+        self._replies += 1
+        if pending.abandoned:
+            self._late_replies += 1
+            _log.debug("%s: a late reply (%s) was dropped", self._label, reply.type.name)
+            return
+        pending.reply = reply
+        pending.arrived.set()
+        if reply.type is Bye.TYPE and reply.error is None:
+            self._closing = True
+
+    def _end(self, error: MemkvError) -> None:
+        if self._ended is not None:
+            return
+        self._ended = error
+        self._stream.close()
+        self._writer.close()
+        for pending in self._pending.values():
+            self._places.release()
+            pending.arrived.set()
+        self._pending.clear()
+
+
+async def _shake_hands(stream: ControlStream, session: Session) -> Established:
+    session.start()
+    while True:
+        try:
+            if data := session.data_to_send():
+                await send_all(stream, data)
+        except ConnectionLost:
+            pass  # the server may have said why before it closed: read on
+        data = await stream.receive()
+        if not data:
+            try:
+                session.receive_eof()
+            except RemoteProtocolError as error:
+                raise ConnectionLost(str(error)) from None
+            raise ConnectionLost("the stream ended")
+        for event in session.receive_data(data):
+            if isinstance(event, Established):
+                return event

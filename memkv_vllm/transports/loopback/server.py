@@ -1,0 +1,161 @@
+"""Server side of loopback: listens on an abstract Unix socket, one task per accepted connection."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import random
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+import anyio
+from anyio.abc import TaskGroup
+
+from memkv_vllm.errors import EnvironmentFault
+from memkv_vllm.protocol.messages import Register
+from memkv_vllm.protocol.session import Established
+from memkv_vllm.transports.base import SessionHandler
+from memkv_vllm.transports.faults import FaultPlan
+from memkv_vllm.transports.loopback.address import peer_pid, socket_address
+from memkv_vllm.transports.loopback.bulk import LoopbackBulk
+from memkv_vllm.transports.loopback.copying import CopyPool
+from memkv_vllm.transports.memory import HostMemory
+from memkv_vllm.transports.serving import LiveSessions, ServeOptions, serve_control
+from memkv_vllm.transports.streams import ControlStream, SocketStream
+from memkv_vllm.types import MemoryKind
+
+_log = logging.getLogger("memkv.transports.loopback")
+
+DEFAULT_COPY_THREADS = 4
+DEFAULT_MAX_REGIONS = 8
+DEFAULT_MAX_REGION_BYTES = 64 << 30
+
+_BACKLOG = 256
+_DYNAMIC_PORTS = (49152, 65535)
+
+
+@dataclass(frozen=True)
+class LoopbackPeer:
+    """One authenticated session; see ``memkv_vllm.transports.base.ServerPeer``."""
+
+    established: Established
+    bulk: LoopbackBulk
+    label: str
+
+    def offered(self, offer: Register, stream: ControlStream) -> None:
+        """Take the descriptor that came beside a REGISTER."""
+        if offer.kind is MemoryKind.HOST:
+            self.bulk.offer(offer.region, stream.take_fd())
+
+
+class LoopbackServerTransport:
+    """Serves clients of this machine; see ``memkv_vllm.transports.base.ServerTransport``.
+
+    Args:
+        port: number in the abstract socket's name; 0 takes a free one, see :attr:`port`.
+        copy_threads: threads that copy, for all sessions together.
+        handshake_timeout_s: a peer that has not authenticated by then is cut.
+        write_timeout_s: a client that does not take a reply for so long is cut.
+        max_regions: regions per session.
+        max_region_bytes: bytes of all regions of one session.
+        faults: what to break, in tests.
+    """
+
+    name = "loopback"
+
+    def __init__(
+        self,
+        port: int,
+        *,
+        copy_threads: int = DEFAULT_COPY_THREADS,
+        handshake_timeout_s: float = 5.0,
+        write_timeout_s: float = 10.0,
+        max_regions: int = DEFAULT_MAX_REGIONS,
+        max_region_bytes: int = DEFAULT_MAX_REGION_BYTES,
+        faults: FaultPlan | None = None,
+    ) -> None:
+        self.port = port
+        self._copy_threads = copy_threads
+        self._options = ServeOptions(handshake_timeout_s, write_timeout_s)
+        self._max_regions = max_regions
+        self._max_region_bytes = max_region_bytes
+        self._faults = faults
+        self._sessions = LiveSessions()
+
+    async def serve(
+        self, handler: SessionHandler, memory: HostMemory, *, task_status: Any = anyio.TASK_STATUS_IGNORED
+    ) -> None:
+        """Listen and serve until cancelled; ``task_status.started(("127.0.0.1", port))`` once listening.
+
+        Raises:
+            EnvironmentFault: another server listens on this port.
+        """
+        listener = self._listen()
+        pool = CopyPool(self._copy_threads)
+        try:
+            async with anyio.create_task_group() as tasks:
+                task_status.started(("127.0.0.1", self.port))
+                await self._accept(listener, tasks, handler, memory, pool)
+        finally:
+            listener.close()
+            pool.close()
+
+    # -- inside
+
+    def _listen(self) -> socket.socket:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        attempts = [self.port] if self.port else random.sample(range(*_DYNAMIC_PORTS), 64)
+        for port in attempts:
+            try:
+                listener.bind(socket_address(port))
+                listener.listen(_BACKLOG)
+                self.port = port
+                return listener
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    listener.close()
+                    raise EnvironmentFault(f"cannot listen on loopback port {port}: {error}") from error
+        listener.close()
+        raise EnvironmentFault(f"loopback port {attempts[-1]} is taken by another server: stop it or use another port")
+
+    async def _accept(
+        self, listener: socket.socket, tasks: TaskGroup, handler: SessionHandler, memory: HostMemory, pool: CopyPool
+    ) -> None:
+        while True:
+            try:
+                sock, _ = listener.accept()
+            except BlockingIOError:
+                await anyio.wait_readable(listener)
+            except OSError as error:
+                # Out of descriptors or memory: the connection stays in the backlog; others may end meanwhile.
+                _log.warning("cannot accept a connection: %s", error)
+                handler.counted("accept_failed")
+                await anyio.sleep(0.1)
+            else:
+                tasks.start_soon(self._serve, sock, handler, memory, pool)
+
+    async def _serve(self, sock: socket.socket, handler: SessionHandler, memory: HostMemory, pool: CopyPool) -> None:
+        label = f"loopback client (pid {peer_pid(sock)})"
+        stream = SocketStream(sock)
+
+        def make_peer(established: Established) -> LoopbackPeer:
+            bulk = LoopbackBulk(
+                memory,
+                pool,
+                max_regions=self._max_regions,
+                max_region_bytes=self._max_region_bytes,
+                faults=self._faults,
+                cut=stream.end,
+            )
+            return LoopbackPeer(established, bulk, label)
+
+        await serve_control(
+            stream,
+            handler,
+            make_peer,
+            sessions=self._sessions,
+            options=self._options,
+            label=label,
+            faults=self._faults,
+        )

@@ -1,0 +1,116 @@
+"""A store reduced to what a transport needs: values under keys at arena offsets, no reservation, no eviction."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+
+import anyio
+
+from memkv_vllm.errors import RemoteProtocolError, StoreError
+from memkv_vllm.protocol.frame import MessageType
+from memkv_vllm.protocol.messages import Get, GetResult, Put
+from memkv_vllm.protocol.session import Limits, ServerIdentity
+from memkv_vllm.transports.base import Move, ServerPeer
+from memkv_vllm.transports.memory import HostMemory
+from memkv_vllm.types import Deadline, Extent, SessionId, Status
+
+KEY = bytes(range(32))
+LIMITS = Limits(max_frame_bytes=1 << 20, max_batch_keys=256, max_inflight=16, max_value_bytes=64 << 20)
+
+
+def soon(seconds: float = 10.0) -> Deadline:
+    """A generous deadline from now."""
+    return Deadline(time.monotonic() + seconds)
+
+
+def offset_of(key: bytes) -> int:
+    """Keys of the scripted store say where their value stands: the first 8 bytes are the arena offset."""
+    return int.from_bytes(key[:8], "little")
+
+
+def key_at(offset: int) -> bytes:
+    """The key of the value at ``offset`` of the arena."""
+    return offset.to_bytes(8, "little") + bytes(24)
+
+
+class ScriptedHandler:
+    """A :class:`SessionHandler` whose puts and gets go straight to an arena, with hooks for tests."""
+
+    def __init__(self, *, limits: Limits = LIMITS, keys: dict[str, bytes] | None = None, boot_id: bytes = b"b" * 16):
+        self.identity = ServerIdentity(b"s" * 16, boot_id, limits)
+        self.keys = {"default": KEY} if keys is None else keys
+        self.counts: Counter[str] = Counter()
+        self.peers: dict[SessionId, ServerPeer] = {}
+        self.busy = False
+        self.refuse: str | None = None
+        self.on_request: Callable[[MessageType], Awaitable[None]] | None = None
+        self.running = 0
+        self.max_running = 0
+        self.statuses: list[Status] = []
+
+    def find_key(self, key_id: str) -> bytes | None:
+        return self.keys.get(key_id)
+
+    def admit(self) -> bool:
+        if self.busy:
+            return False
+        self.counts["admitted"] += 1
+        return True
+
+    def departed(self) -> None:
+        self.counts["departed"] += 1
+
+    def counted(self, event: str) -> None:
+        self.counts[event] += 1
+
+    async def opened(self, peer: ServerPeer) -> None:
+        if self.refuse is not None:
+            raise StoreError(self.refuse)
+        self.counts["opened"] += 1
+        self.peers[peer.established.session] = peer
+
+    async def closed(self, peer: ServerPeer) -> None:
+        await anyio.sleep(0)
+        self.counts["closed"] += 1
+        del self.peers[peer.established.session]
+
+    async def handle(self, peer: ServerPeer, type: int, body: memoryview) -> bytes:
+        self.running += 1
+        self.max_running = max(self.max_running, self.running)
+        try:
+            return await self._handle(peer, MessageType(type), body)
+        finally:
+            self.running -= 1
+
+    async def _handle(self, peer: ServerPeer, type: MessageType, body: memoryview) -> bytes:
+        self.counts[type.name] += 1
+        if self.on_request is not None:
+            await self.on_request(type)
+        if type is MessageType.PING:
+            return b""
+        if type is MessageType.PUT:
+            put = Put.unpack(body)
+            moves = [Move(item.extent, offset_of(item.key)) for item in put.items]
+            statuses = await peer.bulk.pull(moves, soon(put.timeout_ms / 1000))
+            self.statuses = statuses
+            return bytes(statuses)
+        if type is MessageType.GET:
+            get = Get.unpack(body)
+            moves = [Move(item.extent, offset_of(item.key)) for item in get.items]
+            statuses = await peer.bulk.push(moves, soon(get.timeout_ms / 1000))
+            self.statuses = statuses
+            return Get.pack_reply([GetResult(status, 0, 0, 0) for status in statuses])
+        if type is MessageType.DELETE:
+            raise StoreError("nothing is deleted here")
+        if type is MessageType.STAT:
+            raise ZeroDivisionError("a fault of this server")
+        raise RemoteProtocolError("type", f"no {type.name} here")
+
+
+def fill(memory: HostMemory, extent: Extent, seed: int) -> bytes:
+    """Write bytes that ``seed`` tells into ``extent`` and return them."""
+    data = (bytes((seed + i) % 251 for i in range(251)) * (extent.length // 251 + 1))[: extent.length]
+    memory.view(extent.offset, extent.length)[:] = data
+    return data
