@@ -41,12 +41,19 @@ class _Group(click.Group):
         """Runs the command; see the module's exit codes."""
         try:
             return super().invoke(ctx)
-        except ConfigError as error:
-            click.echo(f"memkv: {error}", err=True)
-            ctx.exit(2)
-        except MemkvError as error:
-            click.echo(f"memkv: {error}", err=True)
-            ctx.exit(1)
+        except Exception as error:
+            known = find_known(error)
+            if known is None:
+                raise
+            click.echo(f"memkv: {known}", err=True)
+            ctx.exit(2 if isinstance(known, ConfigError) else 1)
+
+
+def find_known(error: BaseException) -> MemkvError | None:
+    """The error of ours that ``error`` is or, coming out of a task group, has inside."""
+    if isinstance(error, MemkvError):
+        return error
+    return next((known for inner in getattr(error, "exceptions", ()) if (known := find_known(inner))), None)
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -96,12 +103,13 @@ def start(
 
         _serve(load_server_config(config), {})
     else:
-        _serve_dev(address or DEV_ADDRESS, max_size, key_file or default_key_file(os.environ))
+        _serve_dev(address or DEV_ADDRESS, max_size, key_file)
 
 
-def _serve_dev(address: str, max_size: str | None, key_file: Path) -> None:
-    from memkv_vllm.config import dev_server_config
+def _serve_dev(address: str, max_size: str | None, key_file: Path | None) -> None:
+    from memkv_vllm.config import default_dev_key_file, dev_server_config
 
+    key_file = key_file or default_dev_key_file()
     key = read_or_make_key(key_file)
     _serve(
         dev_server_config(key, address=address, max_size=max_size),
@@ -121,7 +129,7 @@ def _serve(config: ServerConfig, exports: Mapping[str, str]) -> None:
         with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
             transport = LoopbackServerTransport(config.network.address.port)
             async with StoreServer(config, [transport]) as server:
-                _announce(server.addresses[0], exports)
+                _announce("{}:{}".format(*server.addresses[0]), exports)
                 async for number in signals:
                     logger.info("event=stopping signal=%s", signal.Signals(number).name)
                     break
@@ -153,12 +161,6 @@ def keygen(out: Path | None) -> None:
     if not write_new_key(out, key):
         raise EnvironmentFault(f"{out} exists and is not overwritten; remove it or name another file")
     click.echo(f"wrote {out} (mode 0600)", err=True)
-
-
-def default_key_file(environ: Mapping[str, str]) -> Path:
-    """Where ``--dev`` keeps its key: the user's state directory, not shared with anyone."""
-    state = environ.get("XDG_STATE_HOME")
-    return (Path(state) if state else Path.home() / ".local" / "state") / "memkv" / "dev.key"
 
 
 def write_new_key(path: Path, key: str) -> bool:

@@ -111,14 +111,14 @@ class LoopbackServer:
 
         if self.running:
             return
-        started: Future[str] = Future()
+        started: Future[int] = Future()
 
         async def main(_: LoopThread) -> None:
             await self._serve(started)
 
         self._thread = LoopThread("memkv-loopback-server", main)
         self._thread.start()
-        self._port = int(started.result(START_TIMEOUT_S).rpartition(":")[2])
+        self._port = started.result(START_TIMEOUT_S)
 
     def stop(self) -> None:
         """Ends it in order and forgets its content; nothing when it does not run."""
@@ -148,12 +148,12 @@ class LoopbackServer:
         if thread is None or server is None:
             raise RuntimeError("the loopback server does not run")
 
-        async def read() -> dict[str, Any]:
-            return server.statistics()
+        answer: Future[dict[str, Any]] = Future()
+        # Read on the server's own loop: nothing of it may be looked at from another thread.
+        thread.post(lambda: answer.set_result(server.statistics()))
+        return answer.result(START_TIMEOUT_S)
 
-        return thread.call(read, timeout_s=START_TIMEOUT_S)
-
-    async def _serve(self, started: Future[str]) -> None:
+    async def _serve(self, started: Future[int]) -> None:
         import anyio
 
         from memkv_vllm.config import dev_server_config
@@ -167,7 +167,7 @@ class LoopbackServer:
             transport = LoopbackServerTransport(self._port, faults=self.faults)
             async with StoreServer(config, [transport]) as server:
                 self._server = server
-                started.set_result(server.addresses[0])
+                started.set_result(transport.port)
                 await anyio.sleep_forever()
         except Exception as error:
             if started.done():

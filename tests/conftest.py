@@ -8,6 +8,8 @@ import pytest
 
 # vLLM, torch and what they import warn about their own dependencies; that is not ours to fix, and only the tests that
 # are marked `vllm` import them.
+pytest_plugins = ["pytester"]
+
 _VLLM_NOISE = (
     "ignore::DeprecationWarning",
     "ignore::PendingDeprecationWarning",

@@ -80,8 +80,11 @@ FORBIDDEN_CALLS = {"eval", "exec", "hash", "compile", "__import__"}
 FORBIDDEN_ATTRIBUTES = {"create_task", "ensure_future", "run_coroutine_threadsafe", "basicConfig", "_exit"}
 """Tasks belong to task groups; a library configures no logging and ends no process."""
 ATTRIBUTES_ALLOWED = {
-    ("memkv_vllm.transports.serving", "_exit"): "the fault plan's Die: tests of a server that dies in the middle",
+    ("memkv_vllm.transports.faults", "_exit"): "the fault plan's Die: tests of a server that dies in the middle",
 }
+
+ENVIRONMENT_ROOMS = {"config", "demo"}
+"""config reads it for everybody; the demo hands it on to the processes that it starts."""
 
 THREADS_ALLOWED = {"memkv_vllm.engine.portal"}
 DYNAMIC_IMPORT_ALLOWED = {"memkv_vllm.transports.registry"}
@@ -94,19 +97,25 @@ LONG_CLASSES: dict[str, tuple[int, str]] = {}
 ROOMS = {
     "": {"__init__", "__main__", "cli", "errors", "keys", "observe", "pytest_plugin", "spec", "topology", "types"},
     "bench": {"__init__", "models", "report", "runner", "workload"},
-    "config": {"__init__", "client", "extra", "fields", "problems", "server", "sources"},
-    "demo": {"__init__", "__main__"},
+    "config": {"__init__", "client", "extra", "fields", "problems", "server", "server_file", "sources"},
+    "demo": {"__init__", "__main__", "generate", "model", "report", "store", "vllm_process"},
     "engine": {
-        "__init__", "api", "breaker", "client", "engine", "inflight", "lanes", "placement", "portal", "presence",
-        "schedule", "staging", "verify",
+        "__init__", "api", "breaker", "client", "core", "engine", "inflight", "lanes", "link", "placement", "plan",
+        "portal", "presence", "prober", "schedule", "staging", "tasks", "verify",
     },
-    "integration": {"__init__", "compat", "gather", "layout", "manager", "metrics", "tier", "worker"},
+    "integration": {
+        "__init__", "compat", "facts", "gather", "gather_cuda", "gather_kernel", "layout", "manager", "metrics", "tier",
+        "weights", "worker",
+    },
     "protocol": {"__init__", "auth", "checksum", "codec", "frame", "messages", "session"},
     "store": {
-        "__init__", "admin", "arena", "bulkqueue", "entries", "eviction", "handler", "log", "manifests", "server",
-        "table",
+        "__init__", "admin", "arena", "bulkqueue", "entries", "eviction", "handler", "log", "manifests", "requests",
+        "server", "sessions", "table", "transfers", "turns",
     },
-    "transports": {"__init__", "base", "loopback", "memory", "registry", "tcp"},
+    "transports": {
+        "__init__", "base", "control", "faults", "memory", "registry", "serving", "streams", "tcp",
+    },
+    "transports/loopback": {"__init__", "address", "bulk", "client", "copying", "server"},
 }  # fmt: skip
 """Every module of the package. A new one is added here and, if it is a new room, to CONTRIBUTING.md."""
 
@@ -222,7 +231,7 @@ def test_every_module_has_a_room() -> None:
     found: dict[str, set[str]] = {}
     for module in MODULES:
         relative = module.path.relative_to(PACKAGE)
-        found.setdefault(relative.parent.as_posix().replace(".", "", 1), set()).add(relative.stem)
+        found.setdefault(relative.parent.as_posix().removeprefix("."), set()).add(relative.stem)
     report(
         [
             f"{room or 'memkv_vllm'}/{stem}.py is in no room: add it to ROOMS here and to the table in CONTRIBUTING.md"
@@ -315,6 +324,19 @@ def test_pure_modules_do_no_io(module: Module) -> None:
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("open", "print"):
             problems.append(f"{module.path.name}:{node.lineno} calls {node.func.id}()")
     report(problems)
+
+
+@every_module
+def test_the_environment_is_read_in_one_place(module: Module) -> None:
+    if module.room in ENVIRONMENT_ROOMS:
+        return
+    report(
+        [
+            f"{module.path.name}:{node.lineno} reads the environment: config does that"
+            for node in ast.walk(module.tree)
+            if isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv")
+        ]
+    )
 
 
 @every_module

@@ -78,9 +78,7 @@ class ClusterClient:
         self._transport = transport
         self.regions: list[Region] = []
         """Registered on every connection; more through ``add_region`` once the client runs."""
-        link_settings = LinkSettings(
-            settings.credentials, kind, settings.connect_timeout_s, settings.op_timeout_s
-        )
+        link_settings = LinkSettings(settings.credentials, kind, settings.connect_timeout_s, settings.op_timeout_s)
         self.links: dict[str, ServerLink] = {
             server.name: ServerLink(
                 server.name,

@@ -7,6 +7,7 @@ blocks.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections import Counter
@@ -27,7 +28,6 @@ from memkv_vllm.engine.link import ServerLink
 from memkv_vllm.engine.plan import StagingPlan
 from memkv_vllm.engine.schedule import BlockTask, Job, JobState, Schedule, TaskState
 from memkv_vllm.engine.staging import Slot, StagingPool
-from memkv_vllm.errors import MemkvError
 from memkv_vllm.keys import store_key
 from memkv_vllm.protocol.session import PeerKind
 from memkv_vllm.transports.base import Region
@@ -110,6 +110,8 @@ class EngineCore:
     ) -> None:
         self.mover = mover
         self.verify_mode = settings.verify
+        self.verify_turns = itertools.count()
+        """Numbers the loaded values, so that ``sampled`` reaches each of them in time. Any thread may take the next."""
         self.schedule = Schedule(settings.max_store_backlog_bytes, settings.max_queued_blocks)
         self.inflight = InFlight()
         self.client = ClusterClient(
@@ -117,7 +119,7 @@ class EngineCore:
             client_transport(cluster.transport),
             PeerKind.ENGINE,
             on_change=self.wake,
-            on_fenced=self._fenced,
+            on_fenced=self.fenced,
         )
         self.counts: Counter[str] = Counter()
         self._plan = plan
@@ -129,7 +131,7 @@ class EngineCore:
         self._after: dict[int, tuple[object | None, float]] = {}
         self._touching: Counter[int] = Counter()
         self._lost = {f"{direction.value}_{reason.value}": 0 for direction in Direction for reason in LossReason}
-        self._fenced_generation: dict[str, int] = {}
+        self._replaced = False
         self._event = anyio.Event()
         self._tasks: TaskGroup | None = None
         self._lanes = self._make_lanes()
@@ -157,6 +159,7 @@ class EngineCore:
         memory = HostMemory.create(f"staging{number}", self._plan.scratch_bytes)
         region = Region(number, MemoryKind.HOST, memory.length, memory)
         try:
+            memory.populate(0, memory.length)
             self.mover.attach(region)
         except BaseException:
             memory.close()
@@ -190,8 +193,9 @@ class EngineCore:
         try:
             self._add_job(submission)
         except Exception:
-            # A bug here must not leave vLLM waiting for a job that nobody has.
+            # A bug here must not leave vLLM waiting for a job that nobody has, nor move a block of one that has ended.
             logger.exception("event=job_refused job=%d", submission.job_id)
+            self.schedule.cancel_job(submission.job_id, LossReason.ENGINE)
             self._finished(failed_result(submission, LossReason.ENGINE))
 
     def _add_job(self, submission: Submission) -> None:
@@ -205,10 +209,9 @@ class EngineCore:
             deadline,
             submission.expedited,
         )
-        self._after[job.job_id] = (submission.after, deadline)
         self.schedule.add_job(job)
+        self._after[job.job_id] = (submission.after, deadline)
         self.report()
-        self.wake()
 
     def finish(self, task: BlockTask, reason: LossReason | None, moved_bytes: int = 0) -> None:
         """End a task; call ``report`` after a group of them."""
@@ -272,7 +275,8 @@ class EngineCore:
         while (direction := self.schedule.next_direction(now, directions)) is not None:
             room = min(self._pool.available(direction), max_blocks)
             if room == 0:
-                if direction is Direction.STORE and self._drop_waited_store(now):
+                # For a load at the head there is no room either, but a waited store behind it need not wait for one.
+                if Direction.STORE in directions and self._drop_waited_store(now):
                     continue
                 return None
             live = self._reachable(self.schedule.take(direction, room, now), usable, now)
@@ -336,11 +340,8 @@ class EngineCore:
         self.quarantine(self.inflight.abandoned(holder), holder)
 
     def quarantine(self, slots: Sequence[Slot], holder: Holder) -> None:
-        """Keep ``slots`` until ``holder`` is fenced, unless it has been already."""
+        """Keep ``slots`` until ``holder`` is fenced; in the same breath in which its request returned."""
         if not slots:
-            return
-        if self._fenced_generation.get(holder.server, -1) >= holder.generation:
-            self.release_slots(slots)
             return
         self._pool.quarantine(slots, holder)
         statistics = self._pool.statistics()
@@ -352,27 +353,26 @@ class EngineCore:
             statistics.quarantined,
             statistics.total,
         )
-        if 4 * statistics.quarantined >= 3 * statistics.total and len(self._memories) == 1 and self._tasks is not None:
+        if self._pool.mostly_quarantined and not self._replaced and self._tasks is not None:
+            self._replaced = True
             self._tasks.start_soon(self._replace_pool)
 
     async def _replace_pool(self) -> None:
         """Most slots wait for a server that may never answer: one replacement pool, and never a second."""
-        if len(self._memories) > 1:
-            return
         try:
             region = await to_thread.run_sync(self._make_region)
-        except MemkvError as error:
+        except Exception as error:
+            # No memory, or it cannot be pinned; with the next slots in quarantine it is tried again.
             logger.error("event=no_replacement_pool reason=%r: transfers wait for the fence", str(error))
+            self._replaced = False
             return
         logger.warning("event=replacement_pool bytes=%d: made while the first is in quarantine", region.length)
         await self.client.add_region(region)
         self._pool.add_region(region.id, self._plan.num_slots)
         self.wake()
 
-    def _fenced(self, holder: Holder) -> None:
-        self._fenced_generation[holder.server] = max(
-            holder.generation, self._fenced_generation.get(holder.server, -1)
-        )
+    def fenced(self, holder: Holder) -> None:
+        """A connection can touch nothing any more: its slots come out of quarantine."""
         freed = self._pool.fenced(holder)
         self.counts["fences"] += 1
         if freed:

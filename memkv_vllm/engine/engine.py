@@ -18,7 +18,7 @@ from memkv_vllm.engine.client import ClusterSettings
 from memkv_vllm.engine.core import EngineCore, EngineSettings, Submission, failed_result
 from memkv_vllm.engine.plan import StagingPlan
 from memkv_vllm.engine.portal import LoopThread
-from memkv_vllm.errors import EngineStopped
+from memkv_vllm.errors import EngineStopped, LocalProtocolError
 from memkv_vllm.types import Direction, LossReason
 
 __all__ = ["EngineSettings", "TransferEngine"]
@@ -74,18 +74,24 @@ class TransferEngine:
         self._thread.start()
 
     def submit_store(self, job_id: int, blocks: Sequence[BlockRef], after: object | None = None) -> None:
-        """Hand over a store; returns in microseconds."""
+        """Hand over a store; returns in microseconds.
+
+        Raises:
+            LocalProtocolError: a job of this id has not been reported yet; it is not touched.
+        """
         self._submit(job_id, Direction.STORE, blocks, after, expedited=False)
 
     def submit_load(
         self, job_id: int, blocks: Sequence[BlockRef], after: object | None = None, *, expedited: bool = False
     ) -> None:
-        """Hand over a load; ``expedited`` loads are awaited by ``wait`` instead of cancelled."""
+        """Hand over a load; ``expedited`` loads are awaited by ``wait`` instead of cancelled. Raises as stores do."""
         self._submit(job_id, Direction.LOAD, blocks, after, expedited=expedited)
 
     def _submit(
         self, job_id: int, direction: Direction, blocks: Sequence[BlockRef], after: object | None, *, expedited: bool
     ) -> None:
+        if job_id in self._open:
+            raise LocalProtocolError(f"job {job_id} has not been reported as finished yet")
         submission = Submission(job_id, direction, blocks, time.monotonic(), after, expedited)
         self._open[job_id] = submission
         self._thread.post(self._core.add_job, submission)

@@ -28,7 +28,7 @@ from memkv_vllm.engine.link import ServerLink
 from memkv_vllm.engine.schedule import BlockTask
 from memkv_vllm.engine.staging import Slot
 from memkv_vllm.engine.verify import should_verify, verify
-from memkv_vllm.errors import MemkvError, RequestTimeout, TransportError
+from memkv_vllm.errors import LocalProtocolError, MemkvError, RequestTimeout, StoreError
 from memkv_vllm.protocol.checksum import ChecksumAlgorithm, digest
 from memkv_vllm.protocol.messages import BadValue, Get, GetItem, GetResult, Put, PutItem, ReportBad, Request
 from memkv_vllm.types import Deadline, Direction, Extent, LossReason, Status
@@ -111,15 +111,19 @@ class Lane:
                     await anyio.lowlevel.checkpoint()
 
     def _split(self, chunk: Chunk, checksums: Sequence[int]) -> list[_Part]:
-        """By server."""
-        parts: dict[ServerLink, _Part] = {}
+        """By server, and no larger than it takes."""
+        parts: list[_Part] = []
+        filling: dict[ServerLink, _Part] = {}
         for index, (task, slot) in enumerate(zip(chunk.tasks, chunk.slots, strict=True)):
             link = self._core.owner(task)
-            part = parts.setdefault(link, _Part(link, [], [], []))
+            part = filling.get(link)
+            if part is None or len(part.tasks) >= link.max_batch_keys:
+                part = filling[link] = _Part(link, [], [], [])
+                parts.append(part)
             part.tasks.append(task)
             part.slots.append(slot)
             part.checksums += checksums[index : index + 1]
-        return list(parts.values())
+        return parts
 
     # -- stores
 
@@ -151,10 +155,13 @@ class Lane:
             for task, slot, checksum in zip(part.tasks, part.slots, part.checksums, strict=True)
         ]
         request = Put(items, ChecksumAlgorithm.XXH3_64_TREE_1M, _server_ms(deadline))
+        holder = part.link.holder
         statuses = await self._request(part, request, deadline)
         if statuses is None:
             return
+        # A server that gave up may go on reading, but it commits nothing of it: the slots are free all the same.
         core.release_slots(part.slots)
+        self._heed(part.link, holder, statuses)
         for task, slot, status in zip(part.tasks, part.slots, statuses, strict=True):
             if status is Status.OK:
                 core.finish(task, None, slot.length)
@@ -186,28 +193,35 @@ class Lane:
         """End what did not arrive; returns what did and is still wanted."""
         core = self._core
         landings: list[_Landing] = []
+        idle: list[Slot] = []
+        late: list[Slot] = []
         for task, slot, result in zip(part.tasks, part.slots, results, strict=True):
-            if result.status is Status.OK:
-                followers = core.schedule.claim_followers(task)
-                core.counts["joined"] += len(followers)
-                wanted = [each for each in (task, *followers) if each.cancelled is None]
-                for each in (task, *followers):
-                    if each.cancelled is not None:
-                        core.finish(each, each.cancelled)
-                if wanted:
-                    landings.append(_Landing(slot, result, wanted))
-                else:
-                    core.release_slots([slot])
-                continue
-            core.lose(task, _LOAD_LOSS.get(result.status, LossReason.FAILED))
-            if result.status is Status.TIMEOUT:
-                # The server gave up on it, but its bytes may still land: only a fence ends that.
-                core.quarantine([slot], holder)
-                if part.link.holder == holder:
-                    part.link.condemn_current(RequestTimeout(f"server {part.link.name} gave up on a transfer"))
+            if result.status is not Status.OK:
+                core.lose(task, _LOAD_LOSS.get(result.status, LossReason.FAILED))
+                (late if result.status is Status.TIMEOUT else idle).append(slot)
+            elif wanted := self._wanted(task):
+                landings.append(_Landing(slot, result, wanted))
             else:
-                core.release_slots([slot])
+                idle.append(slot)
+        if idle:
+            core.release_slots(idle)
+        if late:
+            # The server gave up on these, but their bytes may still land: only a fence ends that.
+            core.quarantine(late, holder)
+        self._heed(part.link, holder, [result.status for result in results])
         return landings
+
+    def _wanted(self, task: BlockTask) -> list[BlockTask]:
+        """The blocks that an arrived value is for; ends those that nobody wants any more."""
+        followers = self._core.schedule.claim_followers(task)
+        self._core.counts["joined"] += len(followers)
+        wanted = []
+        for each in (task, *followers):
+            if each.cancelled is None:
+                wanted.append(each)
+            else:
+                self._core.finish(each, each.cancelled)
+        return wanted
 
     async def _land(self, link: ServerLink, landings: list[_Landing], posts: TaskGroup) -> None:
         core = self._core
@@ -241,7 +255,7 @@ class Lane:
         refs: list[SlotRef] = []
         for landing in landings:
             slot, result = landing.slot, landing.result
-            checked = should_verify(core.verify_mode, result.checksum)
+            checked = should_verify(core.verify_mode, next(core.verify_turns))
             verdict = verify(core.slot_view(slot), result.checksum, result.algorithm) if checked else None
             verdicts.append(verdict)
             if verdict is None:
@@ -277,23 +291,29 @@ class Lane:
         core.counts["posted"] += 1
         try:
             reply = await link.request(request, deadline, names_memory=True)
-        except TransportError as error:
-            core.abandon(holder)
-            self._lose_all(part.tasks, error.reason)
-            return None
-        except MemkvError as error:
+        except (StoreError, LocalProtocolError) as error:
             logger.warning("event=refused server=%s values=%d reason=%r", link.name, len(part.tasks), str(error))
-            self._settle(holder, part.slots)
+            core.inflight.settled(holder, part.slots)
             core.release_slots(part.slots)
             self._lose_all(part.tasks, LossReason.REFUSED)
             return None
+        except MemkvError as error:
+            core.abandon(holder)
+            self._lose_all(part.tasks, error.reason)
+            return None
         finally:
             core.counts["answered"] += 1
-        self._settle(holder, part.slots)
+        if not core.inflight.settled(holder, part.slots):
+            # The connection was given up while this answer was on its way: the fence frees these slots at any moment.
+            self._lose_all(part.tasks, LossReason.BREAKER)
+            return None
         return reply
 
-    def _settle(self, holder: Holder, slots: Sequence[Slot]) -> None:
-        self._core.inflight.settled(holder, slots)
+    @staticmethod
+    def _heed(link: ServerLink, holder: Holder, statuses: Sequence[Status]) -> None:
+        """A server that gave up on a transfer moves nothing more over that connection: make a new one."""
+        if count := statuses.count(Status.TIMEOUT):
+            link.condemn(holder, RequestTimeout(f"server {link.name} gave up on {count} transfers"))
 
     def _finish_all(self, tasks: Sequence[BlockTask], reason: LossReason) -> None:
         for task in tasks:
@@ -310,9 +330,7 @@ class Lane:
 
 
 def _refs(tasks: Sequence[BlockTask], slots: Sequence[Slot]) -> list[SlotRef]:
-    return [
-        SlotRef(task.block_id, slot.region, slot.offset) for task, slot in zip(tasks, slots, strict=True)
-    ]
+    return [SlotRef(task.block_id, slot.region, slot.offset) for task, slot in zip(tasks, slots, strict=True)]
 
 
 def _server_ms(deadline: Deadline) -> int:

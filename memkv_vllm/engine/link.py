@@ -7,6 +7,9 @@ Every connection has a *generation*. When one ends with requests in flight, or a
 the connection is *condemned*: nothing more is sent on it, and a task of its own fences it, for as long as it
 takes, and then reports the generation as fenced. Only then may the slots that it could write be reused.
 Reconnecting does not wait for that.
+
+A generation is reported as fenced only after every request on it has returned to its caller, so a caller that
+puts its slots into quarantine in the same breath always does it before. Generations are fenced in any order.
 """
 
 from __future__ import annotations
@@ -22,7 +25,14 @@ from anyio.abc import TaskGroup
 
 from memkv_vllm.engine.breaker import Backoff, Breaker, BreakerState
 from memkv_vllm.engine.inflight import Holder
-from memkv_vllm.errors import ConnectError, ConnectionLost, MemkvError, RequestTimeout, StoreError
+from memkv_vllm.errors import (
+    ConnectError,
+    ConnectionLost,
+    MemkvError,
+    RemoteProtocolError,
+    RequestTimeout,
+    StoreError,
+)
 from memkv_vllm.protocol.auth import Credentials
 from memkv_vllm.protocol.messages import Request
 from memkv_vllm.protocol.session import PeerKind
@@ -57,6 +67,35 @@ class LinkStatistics(NamedTuple):
     connects: int
     connect_failures: int
     fences: int
+
+
+class _Generation:
+    """One connection, from its set-up until it is fenced."""
+
+    def __init__(self, connection: ClientConnection, holder: Holder) -> None:
+        self.connection = connection
+        self.holder = holder
+        self.registered: set[int] = set()
+        self.owes = False
+        """A request that names memory ended without the server's word that its bytes are done."""
+        self._under_way = 0
+        self._quiet = anyio.Event()
+
+    def begin(self) -> None:
+        """A request leaves."""
+        self._under_way += 1
+
+    def end(self) -> None:
+        """It returns to its caller, who goes on at once."""
+        self._under_way -= 1
+        if not self._under_way:
+            self._quiet.set()
+            self._quiet = anyio.Event()
+
+    async def quiet(self) -> None:
+        """Return when no request is under way."""
+        while self._under_way:
+            await self._quiet.wait()
 
 
 class ServerLink:
@@ -97,7 +136,8 @@ class ServerLink:
         self._on_fenced = on_fenced
         self._breaker = Breaker(random.random)
         self._backoff = Backoff(RECONNECT_FIRST_S, RECONNECT_MAX_S, random.random)
-        self._connection: ClientConnection | None = None
+        self._ready: _Generation | None = None
+        self._unfenced: dict[Holder, _Generation] = {}
         self._tasks: TaskGroup | None = None
         self._generation = 0
         self._connects = self._connect_failures = self._fences = 0
@@ -105,7 +145,7 @@ class ServerLink:
         self._ended: MemkvError = ConnectionLost("not connected yet")
 
     def __repr__(self) -> str:
-        state = "ready" if self._connection is not None else "down"
+        state = "ready" if self._ready is not None else "down"
         return f"<ServerLink {self.name} {state} generation={self._generation}>"
 
     @property
@@ -116,17 +156,20 @@ class ServerLink:
     @property
     def connected(self) -> bool:
         """Whether a connection is ready, whatever its breaker says."""
-        return self._connection is not None
+        return self._ready is not None
+
+    @property
+    def max_batch_keys(self) -> int:
+        """Most keys of one request, as the server said; where none is connected, nothing is sent anyway."""
+        return 1 if self._ready is None else self._ready.connection.established.server.limits.max_batch_keys
 
     def available(self, now: float) -> bool:
         """Whether a request would be sent now. O(1); half-open lets a single probe through."""
-        return self._connection is not None and self._breaker.allow(now)
+        return self._ready is not None and self._breaker.allow(now)
 
     def statistics(self) -> LinkStatistics:
         """A snapshot."""
-        return LinkStatistics(
-            self.connected, self._generation, self._connects, self._connect_failures, self._fences
-        )
+        return LinkStatistics(self.connected, self._generation, self._connects, self._connect_failures, self._fences)
 
     # -- requests
 
@@ -141,42 +184,46 @@ class ServerLink:
 
         Raises:
             ConnectError: not connected; nothing was sent.
-            RequestTimeout, ConnectionLost: bytes may still move under :attr:`holder` as it was before the
-                call; it will be reported as fenced.
+            RequestTimeout, ConnectionLost, RemoteProtocolError: bytes may still move under :attr:`holder` as it was
+                before the call; it will be reported as fenced, after this call has returned.
             StoreError, LocalProtocolError: refused as a whole; no byte moves.
         """
-        connection = self._connection
-        if connection is None:
+        ready = self._ready
+        if ready is None:
             raise ConnectError(f"server {self.name} ({self.address}) is not connected: {self._last_problem}")
+        ready.begin()
         try:
-            reply = await connection.request(request, deadline)
-        except (RequestTimeout, ConnectionLost) as error:
+            reply = await ready.connection.request(request, deadline)
+        except (RequestTimeout, ConnectionLost, RemoteProtocolError) as error:
             self._breaker.failed(time.monotonic())
-            if names_memory or not connection.alive or self._breaker.state is BreakerState.OPEN:
-                self._condemn(connection, error)
+            ready.owes |= names_memory
+            if names_memory or not ready.connection.alive or self._breaker.state is BreakerState.OPEN:
+                self._condemn(ready, error)
             raise
         except StoreError:
             self._breaker.succeeded(time.monotonic())
             raise
+        finally:
+            ready.end()
         self._breaker.succeeded(time.monotonic())
         return reply
 
-    def condemn_current(self, error: MemkvError) -> None:
-        """Give up the current connection: a reply said that bytes may still move after it."""
-        if self._connection is not None:
-            self._condemn(self._connection, error)
+    def condemn(self, holder: Holder, error: MemkvError) -> None:
+        """Give up a connection: a reply that came over it said that bytes may still move."""
+        generation = self._unfenced.get(holder)
+        if generation is not None:
+            generation.owes = True
+            self._condemn(generation, error)
 
-    async def register(self, region: Region) -> bool:
-        """Register a further region on the current connection; False when that failed (it is condemned then)."""
-        connection = self._connection
-        if connection is None:
-            return False
+    async def register(self, region: Region) -> None:
+        """Register a further region on the ready connection, which is condemned if that fails."""
+        ready = self._ready
+        if ready is None or region.id in ready.registered:
+            return
         try:
-            await connection.register(region, self._deadline(self._settings.connect_timeout_s))
+            await self._register(ready, region)
         except MemkvError as error:
-            self._condemn(connection, error)
-            return False
-        return True
+            self._condemn(ready, error)
 
     # -- the round
 
@@ -203,23 +250,25 @@ class ServerLink:
     async def _serve(self, connection: ClientConnection) -> None:
         """Drive one connection from its set-up to its end."""
         self._generation += 1
-        generation = self._generation
+        generation = _Generation(connection, self.holder)
+        self._unfenced[generation.holder] = generation
         self._ended = ConnectionLost(f"server {self.name} ({self.address}) closed the connection")
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._drive, connection, tasks)
-                if await self._set_up(connection):
-                    logger.info("event=connected server=%s address=%s generation=%d", self.name, self.address, generation)
-                    self._connection = connection
+                if await self._set_up(generation):
+                    logger.info("event=connected server=%s generation=%d address=%s", *generation.holder, self.address)
+                    self._ready = generation
                     self._on_change()
                     await anyio.sleep_forever()
                 tasks.cancel_scope.cancel()
         finally:
-            self._drop(connection)
+            self._drop(generation)
             with anyio.CancelScope(shield=True), anyio.move_on_after(FENCE_TRY_S):
                 await connection.aclose()
         self._problem(self._ended)
-        self._start_fence(connection, Holder(self.name, generation))
+        if self._tasks is not None:
+            self._tasks.start_soon(self._fence, generation)
 
     async def _drive(self, connection: ClientConnection, tasks: TaskGroup) -> None:
         """The connection's reader; its end is the end of the connection's task group."""
@@ -229,13 +278,14 @@ class ServerLink:
             self._ended = error
         tasks.cancel_scope.cancel()
 
-    async def _set_up(self, connection: ClientConnection) -> bool:
-        """Register the regions and greet; False when that failed, with the reason in ``_ended``."""
+    async def _set_up(self, generation: _Generation) -> bool:
+        """Greet and register the regions; False when that failed, with the reason in ``_ended``."""
         try:
-            for region in list(self._regions):
-                await connection.register(region, self._deadline(self._settings.connect_timeout_s))
             if self._greet is not None:
-                await self._greet(self, connection)
+                await self._greet(self, generation.connection)
+            # Regions may be added meanwhile: ready means that the server has them all.
+            while missing := [region for region in self._regions if region.id not in generation.registered]:
+                await self._register(generation, missing[0])
         except MemkvError as error:
             self._ended = error
             return False
@@ -244,47 +294,57 @@ class ServerLink:
         self._last_problem = ""
         return True
 
-    def _drop(self, connection: ClientConnection) -> None:
-        if self._connection is connection:
-            self._connection = None
+    async def _register(self, generation: _Generation, region: Region) -> None:
+        generation.registered.add(region.id)
+        await generation.connection.register(region, self._deadline(self._settings.connect_timeout_s))
+
+    def _drop(self, generation: _Generation) -> None:
+        if self._ready is generation:
+            self._ready = None
             self._on_change()
 
-    def _condemn(self, connection: ClientConnection, error: MemkvError) -> None:
-        """Stop using ``connection``; closing it ends its round, which fences it."""
-        if self._connection is not connection:
+    def _condemn(self, generation: _Generation, error: MemkvError) -> None:
+        """Stop using a connection; closing it ends its round, which fences it."""
+        if self._ready is not generation:
             return
-        self._problem(error)
-        self._drop(connection)
+        self._ended = error
+        self._drop(generation)
         if self._tasks is not None:
-            self._tasks.start_soon(self._close, connection)
+            self._tasks.start_soon(self._close, generation.connection)
 
     @staticmethod
     async def _close(connection: ClientConnection) -> None:
         with anyio.move_on_after(FENCE_TRY_S):
             await connection.aclose()
 
-    def _start_fence(self, connection: ClientConnection, holder: Holder) -> None:
-        if self._tasks is not None:
-            self._tasks.start_soon(self._fence, connection, holder)
-
-    async def _fence(self, connection: ClientConnection, holder: Holder) -> None:
-        """Fence for as long as it takes: a slot in quarantine is cheaper than a wrong byte."""
+    async def _fence(self, generation: _Generation) -> None:
+        """Fence for as long as it takes where a slot waits for it: quarantine is cheaper than a wrong byte."""
         backoff = Backoff(RECONNECT_FIRST_S, RECONNECT_MAX_S, random.random)
-        while True:
-            try:
-                await connection.fence(self._deadline(FENCE_TRY_S))
+        while (problem := await self._try_fence(generation)) is not None:
+            await generation.quiet()
+            if not generation.owes:
+                # Every request was answered: no slot waits for the proof, and nobody else needs it.
                 break
-            except MemkvError as error:
+            if not backoff.attempts:
                 logger.warning(
-                    "event=fence_pending server=%s generation=%d reason=%r: its staging slots stay in quarantine "
-                    "until the server answers or its process has ended",
-                    holder.server,
-                    holder.generation,
-                    str(error),
+                    "event=fence_pending server=%s generation=%d reason=%r: its staging slots stay in quarantine until "
+                    "the server answers or its process has ended",
+                    *generation.holder,
+                    str(problem),
                 )
             await anyio.sleep(backoff.next_delay())
-        self._fences += 1
-        self._on_fenced(holder)
+        await generation.quiet()
+        del self._unfenced[generation.holder]
+        if problem is None:
+            self._fences += 1
+            self._on_fenced(generation.holder)
+
+    async def _try_fence(self, generation: _Generation) -> MemkvError | None:
+        try:
+            await generation.connection.fence(self._deadline(FENCE_TRY_S))
+        except MemkvError as error:
+            return error
+        return None
 
     def _problem(self, error: MemkvError) -> None:
         """One line per new problem, not one per attempt."""

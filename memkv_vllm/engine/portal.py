@@ -2,7 +2,9 @@
 
 Who owns what: the loop's objects belong to the loop thread alone. The other side reaches them only through
 ``post`` (runs a function on the loop, returns at once) and ``call`` (runs a coroutine function there and
-waits). Results travel back in ``queue.SimpleQueue`` objects that their owner drains without waiting.
+waits). What was posted crosses in ``_inbox`` (appended by any thread, taken by one task on the loop, so that it
+runs where tasks may be started). Results travel back in ``queue.SimpleQueue`` objects that their owner drains
+without waiting.
 
 The thread is a daemon: a host process that forgets ``close`` can still exit.
 """
@@ -14,6 +16,7 @@ import concurrent.futures
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -42,6 +45,8 @@ class LoopThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: TaskGroup | None = None
+        self._inbox: deque[tuple[Callable[..., Any], tuple[Any, ...]]] = deque()
+        self._posted = asyncio.Event()
         self._ready = threading.Event()
         self._ended = threading.Event()
         self._stopping = False
@@ -63,12 +68,13 @@ class LoopThread:
         self._ready.wait()
 
     def post(self, function: Callable[..., Any], *args: Any) -> bool:
-        """Run ``function(*args)`` on the loop soon; False when the loop has ended. Microseconds."""
+        """Run ``function(*args)`` on the loop soon, in order; False when the loop has ended. Microseconds."""
         loop = self._loop
         if loop is None or self._ended.is_set():
             return False
+        self._inbox.append((function, args))
         try:
-            loop.call_soon_threadsafe(function, *args)
+            loop.call_soon_threadsafe(self._posted.set)
         except RuntimeError:
             return False
         return True
@@ -128,10 +134,23 @@ class LoopThread:
             future.set_exception(EngineStopped(f"the loop of {self.name} has ended"))
             raise
 
+    async def _take_inbox(self) -> None:
+        """Run what was posted. An error of it is logged and belongs to nobody else: the loop goes on."""
+        while True:
+            await self._posted.wait()
+            self._posted.clear()
+            while self._inbox:
+                function, args = self._inbox.popleft()
+                try:
+                    function(*args)
+                except Exception:
+                    logger.exception("event=posted_call_failed thread=%s call=%r", self.name, function)
+
     async def _body(self) -> None:
         self._loop = asyncio.get_running_loop()
         async with anyio.create_task_group() as tasks:
             self._tasks = tasks
+            tasks.start_soon(self._take_inbox)
             self._ready.set()
             try:
                 await self._main(self)

@@ -19,7 +19,7 @@ from anyio.abc import TaskGroup
 from memkv_vllm.engine.client import ClusterClient, ClusterSettings
 from memkv_vllm.engine.link import ServerLink
 from memkv_vllm.engine.portal import LoopThread
-from memkv_vllm.errors import EngineStopped, MemkvError
+from memkv_vllm.errors import EngineStopped, MemkvError, RequestTimeout, StoreError
 from memkv_vllm.keys import NamespaceManifest, impossible_sharing
 from memkv_vllm.protocol.messages import Admin, Exists, Manifest, ManifestEntry
 from memkv_vllm.protocol.session import PeerKind
@@ -30,7 +30,10 @@ from memkv_vllm.types import Deadline, MissReason
 logger = logging.getLogger("memkv.engine")
 
 PROBE_BATCH = 1024
-"""Blocks per EXISTS message: 70 KiB of keys."""
+"""Most blocks per EXISTS message: 70 KiB of keys."""
+
+LOOKUPS_PER_KEY = 64
+"""An EXISTS may ask for so many shards per key that the server takes in a batch."""
 
 
 class ProbeAnswer(NamedTuple):
@@ -83,7 +86,7 @@ class Prober:
         self._tasks: TaskGroup | None = None
         self._counts: Counter[str] = Counter()
         self._warned: set[bytes] = set()
-        self._greeted: set[bytes] = set()
+        self._greeted: dict[str, bytes] = {}
 
     def start(self) -> None:
         """Start the loop thread. Returns at once; servers are connected in the background."""
@@ -143,16 +146,18 @@ class Prober:
             return
         self._counts["probes"] += len(prefixes)
         for link, indices in self._client.split(prefixes).items():
-            for start in range(0, len(indices), PROBE_BATCH):
-                batch = [prefixes[index] for index in indices[start : start + PROBE_BATCH]]
-                if link.available(time.monotonic()):
-                    self._tasks.start_soon(self._probe, link, batch)
-                else:
-                    self._unreachable(batch)
+            share = [prefixes[index] for index in indices]
+            if not link.available(time.monotonic()):
+                self._unreachable(share)
+                continue
+            most = min(PROBE_BATCH, link.max_batch_keys)
+            size = max(1, min(most, most * LOOKUPS_PER_KEY // self._shards))
+            for start in range(0, len(share), size):
+                self._tasks.start_soon(self._probe, link, share[start : start + size])
 
     async def _probe(self, link: ServerLink, batch: list[bytes]) -> None:
         self._counts["batches"] += 1
-        answered = False
+        answered, reason = False, MissReason.BREAKER
         try:
             deadline = Deadline(time.monotonic() + self._probe_timeout_s)
             present = await link.request(Exists(batch, self._shards), deadline)
@@ -161,14 +166,16 @@ class Prober:
             answered = True
         except MemkvError as error:
             logger.debug("event=probe_failed server=%s blocks=%d reason=%r", link.name, len(batch), str(error))
+            if isinstance(error, RequestTimeout):
+                reason = MissReason.TIMEOUT
         finally:
             if not answered:
-                self._unreachable(batch)
+                self._unreachable(batch, reason)
 
-    def _unreachable(self, prefixes: Sequence[bytes]) -> None:
+    def _unreachable(self, prefixes: Sequence[bytes], reason: MissReason = MissReason.BREAKER) -> None:
         self._counts["unreachable"] += len(prefixes)
         for prefix in prefixes:
-            self._answers.put(ProbeAnswer(prefix, None, MissReason.BREAKER))
+            self._answers.put(ProbeAnswer(prefix, None, reason))
 
     async def _reset(self, namespace: bytes, timeout_s: float) -> list[str]:
         client = self._client
@@ -190,15 +197,24 @@ class Prober:
         return sorted(failed)
 
     async def _greet(self, link: ServerLink, connection: ClientConnection) -> None:
-        """Once per server: put our manifest into its directory and look at the siblings."""
-        server_id = connection.established.server.server_id
-        if server_id in self._greeted:
+        """Once per run of a server: put our manifest into its directory and look at the siblings."""
+        boot_id = connection.established.server.boot_id
+        if self._greeted.get(link.name) == boot_id:
             return
         ours = self._namespace
         announcement = Manifest(ours.family, ours.digest, ours.to_json())
         deadline = Deadline(time.monotonic() + self._cluster.connect_timeout_s)
-        siblings = await connection.request(announcement, deadline)
-        self._greeted.add(server_id)
+        siblings: list[ManifestEntry] = []
+        try:
+            siblings = await connection.request(announcement, deadline)
+        except StoreError as error:
+            # Its directory is full, or our key may not: lookups work without it.
+            logger.warning(
+                "event=manifest_refused server=%s reason=%r: namespaces there that cannot share with ours stay unseen",
+                link.name,
+                str(error),
+            )
+        self._greeted[link.name] = boot_id
         for sibling in siblings:
             self._compare(link, sibling)
 
@@ -209,7 +225,7 @@ class Prober:
         self._warned.add(sibling.digest)
         try:
             differing = self._namespace.differing_fields(sibling.manifest)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             logger.warning("event=bad_manifest server=%s reason=%r", link.name, str(error))
             return
         if not impossible_sharing(differing):

@@ -86,7 +86,7 @@ class Schedule:
         for index, (key, block_id) in enumerate(job.blocks):
             task = self._make_task(job, index, key, block_id)
             state.tasks.append(task)
-            if shed or self._is_over_bound(task):
+            if self._is_over_bound(task):
                 task.state = TaskState.ENDED
                 state.results[index] = LossReason.SHED
                 shed.append(task)

@@ -204,6 +204,11 @@ class StagingPool:
                 freed += 1
         return freed
 
+    @property
+    def mostly_quarantined(self) -> bool:
+        """Whether three quarters of the slots of a direction, or of the pool that both share, wait for a fence."""
+        return any(4 * share.quarantined >= 3 * share.total for share in self._distinct_shares() if share.total)
+
     def statistics(self) -> StagingStatistics:
         """Counts by state now."""
         total, free = len(self._records), self._count_free()

@@ -82,7 +82,9 @@ class _Lane:
         # Blocking: the waiting thread sleeps instead of spinning on a core that the model runner needs.
         self.done = torch.cuda.Event(blocking=True)
         self.plan_host = torch.empty((2, capacity), dtype=torch.int64, pin_memory=True)
-        self.plan_device = torch.empty((2, capacity), dtype=torch.int64, device=device)
+        # On this stream: the caching allocator orders the reuse of memory only within one stream.
+        with torch.cuda.stream(self.stream):
+            self.plan_device = torch.empty((2, capacity), dtype=torch.int64, device=device)
         self.stage: torch.Tensor | None = None
 
     def load_plan(self, ids: Ids, addresses: Ids) -> torch.Tensor:
@@ -197,7 +199,8 @@ class CudaMover:
                     if self._kernel is not None:
                         self._run_kernel(state, self._kernel, blocks, ids, offsets, gather)
                     else:
-                        for region, group in by_region(blocks):
+                        for region, members in by_region(blocks):
+                            group = [blocks[index] for index in members]
                             self._copy_by_layer(state, self._hosts[region], group, gather)
                 finally:
                     # Also after an error: what was launched may still move bytes, and the caller frees the slots.

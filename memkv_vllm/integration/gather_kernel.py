@@ -38,7 +38,8 @@ def _move_segments(  # type: ignore[no-untyped-def]
         slot = tl.load(slots + block) + tl.load(offsets + segment)
         length = tl.load(lengths + segment)
         if WIDE:
-            mask = element < length // 8
+            # The hints let two elements travel in one 16-byte access: addresses and the end of the mask are even.
+            mask = element < tl.multiple_of(length // 8, ALIGNMENT // 8)
             kv_at = tl.multiple_of(kv.to(tl.pointer_type(tl.int64)), ALIGNMENT) + element
             slot_at = tl.multiple_of(slot.to(tl.pointer_type(tl.int64)), ALIGNMENT) + element
         else:

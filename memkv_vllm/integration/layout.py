@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -33,7 +33,7 @@ class Page:
         offset: where the page starts in the value.
     """
 
-    tensor: torch.Tensor
+    tensor: torch.Tensor = field(repr=False)
     page_bytes: int
     row_stride: int
     offset: int

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
-from memkv_vllm.engine.api import BlockRef, Engine, JobResult
+from memkv_vllm.engine.api import BlockRef, Engine, EngineStatistics, JobResult
 from memkv_vllm.errors import MemkvError
 from memkv_vllm.integration import compat
 from memkv_vllm.integration.compat import MemKVLoadStoreSpec, TransferResult
@@ -147,6 +147,9 @@ class MemKVOffloadingWorker(compat.OffloadingWorker):  # type: ignore[misc]
                 logger.debug("event=unknown_job rank=%d job=%d", self._rank, job.job_id)
             else:
                 results.append(self._report(job))
+        if self._open and not results:
+            # A step with nothing to compute comes round in microseconds; the engine's loop needs the interpreter lock.
+            time.sleep(0)
         return results
 
     def _report(self, job: JobResult) -> Any:
@@ -196,10 +199,17 @@ class MemKVOffloadingWorker(compat.OffloadingWorker):  # type: ignore[misc]
         self._closed = True
         if not self._dead:
             try:
-                logger.info("event=worker_end rank=%d %s", self._rank, self._engine.statistics())
+                logger.info("event=worker_end rank=%d %s", self._rank, _summary(self._engine.statistics()))
                 self._engine.close()
             except Exception:
                 logger.exception("event=engine_error rank=%d call=close", self._rank)
+
+
+def _summary(statistics: EngineStatistics) -> str:
+    """What is not zero, as ``name=value`` words."""
+    counts = {**statistics._asdict(), "lost": None}
+    counts |= {f"lost_{name}": count for name, count in statistics.lost.items()}
+    return " ".join(f"{name}={count}" for name, count in counts.items() if count)
 
 
 def _lost_job(job_id: int, direction: Direction, block_ids: tuple[int, ...]) -> JobResult:

@@ -34,6 +34,7 @@ from memkv_vllm.errors import AuthError, ConnectError, LocalProtocolError, Remot
 from memkv_vllm.protocol import auth, codec
 from memkv_vllm.protocol.auth import Credentials, Sealer
 from memkv_vllm.protocol.frame import (
+    HANDSHAKE_TYPES,
     HEADER_BYTES,
     MAC_BYTES,
     MAX_HANDSHAKE_BODY,
@@ -263,8 +264,10 @@ class Session:
             AuthError, VersionError: the handshake failed; send what ``data_to_send`` holds, then close.
             ConnectError: client: the server refused (busy, closing, too many sessions).
         """
-        self._incoming += data
         events: list[Event] = []
+        if self.state is State.CLOSED:
+            return events
+        self._incoming += data
         try:
             while (event := self._next_frame()) is not None:
                 events += event
@@ -330,9 +333,11 @@ class Session:
     # -- frames
 
     def _move(self, what: Input, *, remote: bool = False) -> None:
-        after = TRANSITIONS[self.role].get((self.state, what))
+        before = self.state
+        after = TRANSITIONS[self.role].get((before, what))
         if after is None:
-            message = f"{what.value} while {self.state.value} ({self.role.value} side)"
+            self.state = State.CLOSED
+            message = f"{what.value} while {before.value} ({self.role.value} side)"
             raise RemoteProtocolError("state", message) if remote else LocalProtocolError(message)
         self.state = after
 
@@ -371,17 +376,19 @@ class Session:
 
     def _dispatch(self, header: Header, body: memoryview) -> list[Event]:
         kind = header.type
+        if kind in HANDSHAKE_TYPES:
+            self._check_handshake_header(header)
         if kind is MessageType.HELLO:
             self._move(Input.RECV_HELLO, remote=True)
-            return self._server_hello(body) if self.role is Role.CLIENT else self._client_hello(header, body)
+            return self._server_hello(header, body) if self.role is Role.CLIENT else self._client_hello(header, body)
         if kind is MessageType.PROOF:
             self._move(Input.RECV_PROOF, remote=True)
-            return self._accepted() if self.role is Role.CLIENT else self._client_proof(body)
+            self._check_version(header, self._handshake.version)
+            return self._accepted(body) if self.role is Role.CLIENT else self._client_proof(body)
         if kind is MessageType.REJECT:
             self._move(Input.RECV_REJECT, remote=True)
             raise self._rejected(ErrorReply.unpack(body))
-        if header.version != self._handshake.version:
-            raise RemoteProtocolError("version", f"version {header.version} after {self._handshake.version} was agreed")
+        self._check_version(header, self._handshake.version)
         if self.role is Role.SERVER:
             self._move(Input.RECV_REQUEST, remote=True)
             if header.flags:
@@ -393,6 +400,17 @@ class Session:
         error = ErrorReply.unpack(body) if header.flags & Flags.ERROR else None
         return [ReplyReceived(header.request_id, kind, body, error)]
 
+    def _check_handshake_header(self, header: Header) -> None:
+        # Handshake headers are covered by no proof, so nothing in them may be free to choose.
+        due = Flags.REPLY if self.role is Role.CLIENT else Flags.NONE
+        if header.flags != due or header.request_id or header.sequence:
+            raise RemoteProtocolError("header", f"{header.type.name} with flags, request id or sequence set")
+
+    @staticmethod
+    def _check_version(header: Header, version: int) -> None:
+        if header.version != version:
+            raise RemoteProtocolError("version", f"a frame of version {header.version}; {version} was due")
+
     # -- handshake, server side
 
     def _client_hello(self, header: Header, body: memoryview) -> list[Event]:
@@ -401,6 +419,7 @@ class Session:
         if lowest > MAX_VERSION or highest < MIN_VERSION:
             text = f"the client speaks versions {lowest}-{highest}, this server {MIN_VERSION}-{MAX_VERSION}"
             raise self._reject(ErrorCode.VERSION, VersionError(text))
+        self._check_version(header, highest)
         name = key_id.rstrip(b"\0").decode("ascii", "replace")
         key = self._require(self._find_key)(name)
         if key is None:
@@ -436,12 +455,13 @@ class Session:
 
     # -- handshake, client side
 
-    def _server_hello(self, body: memoryview) -> list[Event]:
+    def _server_hello(self, header: Header, body: memoryview) -> list[Event]:
         codec.expect_length(body, _SERVER_HELLO.size + auth.PROOF_BYTES)
         ours = bytes(body[: _SERVER_HELLO.size])
         version, server_id, boot_id, session_id, *limits, _ = _SERVER_HELLO.unpack(ours)
         if not MIN_VERSION <= version <= MAX_VERSION:
             raise VersionError(f"the server chose version {version}; this client speaks {MIN_VERSION}-{MAX_VERSION}")
+        self._check_version(header, version)
         handshake = self._handshake
         handshake.version = version
         handshake.transcript += ours
@@ -454,7 +474,8 @@ class Session:
         self._seal(self._identity.limits)
         return []
 
-    def _accepted(self) -> list[Event]:
+    def _accepted(self, body: memoryview) -> list[Event]:
+        codec.expect_length(body, 0)
         return [self._established(self._require(self._session_id), self._require(self._identity))]
 
     def _rejected(self, reply: ErrorReply) -> Exception:

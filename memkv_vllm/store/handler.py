@@ -264,7 +264,6 @@ class StoreHandler:
             "requests": session.requests,
             "put_bytes": session.put_bytes,
             "get_bytes": session.get_bytes,
-            "regions": len(session.regions),
             "fenced": session.fenced,
             "limbo": len(session.limbo),
         }

@@ -1,8 +1,8 @@
 """What the store does with each control message: one method per type, found in a table; transport-neutral.
 
 Rights and limits are checked here, before anything is touched. Requests that move values go on in
-:mod:`memkv_vllm.store.transfers`. FENCE and BYE end a session as a whole, so the driver of its connection answers
-them (:mod:`memkv_vllm.transports.serving`).
+:mod:`memkv_vllm.store.transfers`. REGISTER, FENCE and BYE concern a connection as a
+whole, so its driver answers them (:mod:`memkv_vllm.transports.serving`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from memkv_vllm.protocol.messages import (
     Manifest,
     ManifestEntry,
     Put,
-    Register,
     ReportBad,
 )
 from memkv_vllm.store.manifests import ManifestDirectory
@@ -76,7 +75,6 @@ class Requests:
         self._statistics = statistics
         self._on_reset = on_reset
         self.methods: dict[int, _Method] = {
-            MessageType.REGISTER: self._register,
             MessageType.MANIFEST: self._manifest,
             MessageType.PUT: self._put,
             MessageType.GET: self._get,
@@ -141,28 +139,6 @@ class Requests:
             else:
                 statuses.append(Status.OK if self._table.delete(key) else Status.ABSENT)
         return bytes(statuses)
-
-    async def _register(self, session: StoreSession, body: memoryview) -> bytes:
-        request = Register.unpack(body)
-        region, length, limits = request.region, request.length, self._limits
-        if session.fenced:
-            raise RemoteProtocolError("fenced", "this session was fenced: a new connection is needed")
-        if not session.access.rights & {Right.READ, Right.WRITE}:
-            raise self._denied("REGISTER", "read or write")
-        if not 0 < length <= limits.max_region_bytes:
-            raise StoreError(f"a region of {length} bytes; limits.max_region_bytes = {limits.max_region_bytes}")
-        if region in session.regions or len(session.regions) >= limits.max_regions_per_session:
-            reason = "is registered already" if region in session.regions else "is one too many"
-            most = limits.max_regions_per_session
-            raise StoreError(f"region {region} {reason}; limits.max_regions_per_session = {most}")
-        session.regions.add(region)
-        try:
-            await session.peer.bulk.register(region, request.kind, length, request.token)
-        except BaseException:
-            session.regions.discard(region)
-            self._counters["register_failed"] += 1
-            raise
-        return b""
 
     async def _manifest(self, session: StoreSession, body: memoryview) -> bytes:
         request = Manifest.unpack(body)

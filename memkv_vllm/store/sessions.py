@@ -1,4 +1,4 @@
-"""What the store knows of one session: its rights, its regions, and the transfers that it gave up."""
+"""What the store knows of one session: its rights, and the transfers that it gave up."""
 
 from __future__ import annotations
 
@@ -65,7 +65,6 @@ class StoreSession:
 
     peer: ServerPeer
     access: Access
-    regions: set[int] = field(default_factory=set)
     inflight: int = 0
     requests: int = 0
     put_bytes: int = 0
@@ -76,9 +75,10 @@ class StoreSession:
     """Uses whose transfer may still run; settled once the peer is fenced."""
     fencing: anyio.Lock = field(default_factory=anyio.Lock)
 
-    def give_up(self, uses: list[Use]) -> None:
-        """Moves those of ``uses`` that are open into limbo."""
-        for use in uses:
-            if use.open:
-                use.open = False
-                self.limbo.append(use)
+    def give_up(self, uses: list[Use]) -> int:
+        """Moves those of ``uses`` that are open into limbo; returns how many these are."""
+        given_up = [use for use in uses if use.open]
+        for use in given_up:
+            use.open = False
+        self.limbo += given_up
+        return len(given_up)

@@ -114,7 +114,7 @@ class Transfers:
             self._reserve(job, request, uses)
             await self._run(job, uses)
         finally:
-            session.give_up(uses)
+            self._give_up(job, uses)
         self._count(job, sum(request.items[i].extent.length for i, s in enumerate(job.statuses) if s is Status.OK))
         return job.statuses
 
@@ -135,7 +135,7 @@ class Transfers:
             self._pin(job, request, uses, results)
             await self._run(job, uses)
         finally:
-            session.give_up(uses)
+            self._give_up(job, uses)
         self._count(job, sum(request.items[i].extent.length for i, s in enumerate(job.statuses) if s is Status.OK))
         return [
             result._replace(status=status) if status is Status.OK else GetResult(status, 0, 0, 0)
@@ -187,7 +187,7 @@ class Transfers:
                 uses.append(Use(UseKind.PINNED, index, key, generation, offset, extent, checksum))
 
     async def _run(self, job: _Job, uses: list[Use]) -> None:
-        slices = [uses[part] for part in self._turns.slices(job.kind, len(uses))]
+        slices = [uses[part] for part in self._turns.slices(job.kind, [use.remote.length for use in uses])]
         if len(slices) == 1:
             await self._slice(job, slices[0])
         elif slices:
@@ -212,8 +212,7 @@ class Transfers:
                 self._give_back(use)
         if arrived:
             await self._commit(job, arrived)
-        if any(use.open for use in uses):
-            job.session.give_up(uses)
+        if self._give_up(job, uses):
             await self.fence(job.session)
 
     async def _move(self, operation: _Operation, job: _Job, uses: list[Use]) -> list[_Moved]:
@@ -223,7 +222,9 @@ class Transfers:
             with anyio.move_on_after(remaining(job.deadline, self._clock()) + _OVERRUN_S):
                 statuses = await operation(moves, job.deadline)
                 if len(statuses) == len(moves):
-                    return [_Moved(status, status is not Status.TIMEOUT) for status in statuses]
+                    # While a fence is on its way a move may fail before its last piece has landed.
+                    unsure = (Status.TIMEOUT, Status.FAILED) if job.session.fenced else (Status.TIMEOUT,)
+                    return [_Moved(status, status not in unsure) for status in statuses]
                 problem = "bulk_wrong_count"
         except Exception:
             logger.exception("bulk.failed peer=%s", job.session.peer.label)
@@ -264,6 +265,11 @@ class Transfers:
             self._table.abort(use.key, use.generation)
         else:
             self._table.unpin(use.key, use.generation)
+
+    def _give_up(self, job: _Job, uses: list[Use]) -> int:
+        given_up = job.session.give_up(uses)
+        self._counters[f"{job.kind.name.lower()}_given_up"] += given_up
+        return given_up
 
     def _require_data_path(self, session: StoreSession) -> None:
         if session.fenced:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import NamedTuple
 
@@ -41,9 +41,9 @@ class BulkTurns:
         """A batch's place in the line."""
         return self._queue.ticket(kind)
 
-    def slices(self, kind: BulkKind, num_values: int) -> list[slice]:
-        """How a batch is cut into turns."""
-        return self._queue.slices(kind, num_values)
+    def slices(self, kind: BulkKind, lengths: Sequence[int]) -> list[slice]:
+        """How a batch of values of these ``lengths`` is cut into turns."""
+        return self._queue.slices(kind, lengths)
 
     @asynccontextmanager
     async def turn(self, ticket: BulkTicket, timeout_s: float) -> AsyncIterator[bool]:

@@ -133,6 +133,8 @@ class ControlChannel:
                     error = ConnectionLost(f"{self._label} closed the connection")
                 except MemkvError as seen:
                     error = seen
+                # At once, so that a request which comes before the writer has ended is told the truth.
+                self._end(error)
                 tasks.cancel_scope.cancel()
         finally:
             self._end(error)
@@ -159,8 +161,9 @@ class ControlChannel:
 
     def close(self) -> None:
         """End the channel at once; ``run`` returns, pending requests fail. A second call does nothing."""
-        self._closing = True
-        self._end(ConnectionLost(f"the connection to {self._label} was closed on this side"))
+        if self._ended is None:
+            self._closing = True
+            self._end(ConnectionLost(f"the connection to {self._label} was closed on this side"))
 
     # -- inside
 

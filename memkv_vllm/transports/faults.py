@@ -257,22 +257,25 @@ class ControlFaults:
             return Verdict(None)
         return None
 
-    async def replying(self, type: MessageType, frame: bytes) -> bytes:
-        """A reply is about to be sent; returns the bytes to send in its place."""
+    async def replying(self, type: MessageType) -> Action | None:
+        """A reply is about to be sealed; the action is for :func:`spoilt`, or NoReply."""
         action = self._plan.strike(Operation.REPLY, type=type)
         if isinstance(action, Delay):
             await anyio.sleep(action.seconds)
-        elif isinstance(action, BitFlip):
-            broken = bytearray(frame)
-            broken[action.offset % len(frame)] ^= 1 << action.bit
-            return bytes(broken)
-        elif isinstance(action, Short):
-            return frame[: action.length]
         elif isinstance(action, Die):
             die(action, self._cut)
-        elif action is not None:
-            return b""
-        return frame
+        return action
+
+
+def spoilt(frame: bytes, action: Action | None) -> bytes:
+    """What is sent in place of ``frame``."""
+    if isinstance(action, Short):
+        return frame[: action.length]
+    if isinstance(action, BitFlip):
+        broken = bytearray(frame)
+        broken[action.offset % len(frame)] ^= 1 << action.bit
+        return bytes(broken)
+    return frame
 
 
 def die(action: Die, cut: Callable[[], None]) -> None:

@@ -35,9 +35,9 @@ from memkv_vllm.errors import (
 from memkv_vllm.protocol.auth import NONCE_BYTES
 from memkv_vllm.protocol.frame import MessageType
 from memkv_vllm.protocol.messages import ErrorCode, ErrorReply, Fence, Register, batch_count
-from memkv_vllm.protocol.session import Established, RequestReceived, Session
+from memkv_vllm.protocol.session import Established, RequestReceived, Session, State
 from memkv_vllm.transports.base import ServerPeer, SessionHandler
-from memkv_vllm.transports.faults import ControlFaults, FaultPlan
+from memkv_vllm.transports.faults import ControlFaults, FaultPlan, NoReply, spoilt
 from memkv_vllm.transports.streams import ControlStream, FrameWriter, send_all
 from memkv_vllm.types import Role, SessionId
 
@@ -303,6 +303,12 @@ class _ServerChannel:
         return await self._handler.handle(peer, event.type, event.body)
 
     async def _reply(self, event: RequestReceived, answer: bytes | ErrorReply) -> None:
+        fault = await self._faults.replying(event.type)
+        if isinstance(fault, NoReply):
+            return
+        if self._session.state is not State.READY:
+            return  # it ended meanwhile
+        # From here to the writer nothing may be awaited: frames leave in the order of their sequence numbers.
         try:
             if isinstance(answer, ErrorReply):
                 self._session.send_error(event.request_id, event.type, answer)
@@ -311,8 +317,9 @@ class _ServerChannel:
         except LocalProtocolError as error:
             _log.error("%s: the reply to %s: %s", self._label, event.type.name, error)
             self._session.send_error(event.request_id, event.type, ErrorReply(ErrorCode.INTERNAL, str(error)))
-        data = await self._faults.replying(event.type, self._session.data_to_send())
-        mark = self._writer.send(data)
+        mark = self._writer.send(spoilt(self._session.data_to_send(), fault))
+        if self._writer.sent >= mark:
+            return
         with anyio.move_on_after(self._options.write_timeout_s):
             await self._writer.wait_sent(mark)
             return

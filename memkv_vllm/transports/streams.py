@@ -8,16 +8,17 @@ frames never interleave. The writers above bound how much may wait.
 from __future__ import annotations
 
 import array
+import asyncio
 import os
 import socket
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import anyio
 from anyio.lowlevel import checkpoint
 
-from memkv_vllm.errors import ConnectionLost, RemoteProtocolError
+from memkv_vllm.errors import ConnectionLost, MemkvError, RemoteProtocolError
 
 READ_BYTES = 64 * 1024
 _MAX_FDS_PER_READ = 8
@@ -57,27 +58,49 @@ class ControlStream(Protocol):
 
 
 class SocketStream:
-    """A connected stream socket, Unix or TCP. Owns the socket."""
+    """A connected stream socket, Unix or TCP. Owns the socket; belongs to the loop that first reads from it.
+
+    The socket stays registered with the loop between reads, which makes a message three times cheaper than waiting
+    anew for each. It is taken out only while data is there that nobody reads (back pressure).
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         self._sock = sock
-        self._users = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._watching = False
+        self._reader: asyncio.Future[bytes | MemkvError] | None = None
+        self._unread: bytes | MemkvError | None = None
+        self._writers = 0
         self._closing = False
         self._keep_fds = False
         self._fds: deque[int] = deque()
 
     async def receive(self) -> bytes:
         """See :class:`ControlStream`."""
-        await checkpoint()
-        while not self._closing:
-            try:
-                return self._read_fds() if self._keep_fds else self._sock.recv(READ_BYTES)
-            except (BlockingIOError, InterruptedError):
-                await self._wait(anyio.wait_readable)
-            except OSError as error:
-                raise ConnectionLost(f"reading from the peer: {error}") from error
-        return b""
+        if self._closing:
+            await checkpoint()
+            return b""
+        self._loop = self._loop or asyncio.get_running_loop()
+        reader = self._reader = self._loop.create_future()
+        if self._unread is not None:
+            reader.set_result(self._unread)
+            self._unread = None
+        elif not self._watching:
+            self._loop.add_reader(self._sock, self._on_readable)
+            self._watching = True
+        try:
+            data: bytes | MemkvError = await reader
+        except BaseException:
+            # Cancelled in the moment in which data came: the next reader gets it.
+            if reader.done() and not reader.cancelled():
+                self._unread = reader.result()
+            raise
+        finally:
+            self._reader = None
+        if isinstance(data, MemkvError):
+            raise data
+        return data
 
     def send_nowait(self, data: memoryview, fds: Sequence[int] = ()) -> int:
         """See :class:`ControlStream`."""
@@ -95,7 +118,14 @@ class SocketStream:
         """See :class:`ControlStream`."""
         if self._closing:
             raise ConnectionLost("the connection is closed")
-        await self._wait(anyio.wait_writable)
+        # The socket must not be closed under a task that waits for it: the last one closes it.
+        self._writers += 1
+        try:
+            await anyio.wait_writable(self._sock)
+        finally:
+            self._writers -= 1
+            if self._closing and not self._writers:
+                self._sock.close()
 
     def accept_fds(self) -> None:
         """See :class:`ControlStream`."""
@@ -118,20 +148,33 @@ class SocketStream:
             return
         self._closing = True
         self.end()
+        self._pause()
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(b"")
         while (fd := self.take_fd()) is not None:
             os.close(fd)
-        if not self._users:
+        if not self._writers:
             self._sock.close()
 
-    async def _wait(self, ready: Callable[[socket.socket], Awaitable[None]]) -> None:
-        # The socket must not be closed under a task that waits for it: the last user closes it.
-        self._users += 1
+    def _on_readable(self) -> None:
+        reader = self._reader
+        if reader is None:
+            self._pause()
+        if reader is None or reader.done():
+            return
         try:
-            await ready(self._sock)
-        finally:
-            self._users -= 1
-            if self._closing and not self._users:
-                self._sock.close()
+            reader.set_result(self._read_fds() if self._keep_fds else self._sock.recv(READ_BYTES))
+        except (BlockingIOError, InterruptedError):
+            pass
+        except OSError as error:
+            reader.set_result(ConnectionLost(f"reading from the peer: {error}"))
+        except RemoteProtocolError as error:
+            reader.set_result(error)
+
+    def _pause(self) -> None:
+        if self._watching and self._loop is not None:
+            self._watching = False
+            self._loop.remove_reader(self._sock)
 
     def _read_fds(self) -> bytes:
         space = socket.CMSG_SPACE(_MAX_FDS_PER_READ * array.array("i").itemsize)
@@ -155,12 +198,14 @@ class FrameWriter:
         self._wake = anyio.Event()
         self._progress = anyio.Event()
         self._closed = False
-        self._given = self._sent = 0
+        self._given = 0
+        self.sent = 0
+        """Bytes sent so far, to compare with the marks that :meth:`send` returns."""
 
     @property
     def waiting_bytes(self) -> int:
         """Bytes that were given and are not sent yet."""
-        return self._given - self._sent
+        return self._given - self.sent
 
     def send(self, data: bytes, fds: Sequence[int] = ()) -> int:
         """Send ``data`` with ``fds`` (needed only until this returns) now or, in turn, later.
@@ -173,7 +218,7 @@ class FrameWriter:
         view = memoryview(data)
         self._given += len(view)
         if self._closed:
-            self._sent = self._given
+            self.sent = self._given
         elif not self._waiting:
             view, fds = self._try(view, fds)
         if view and not self._closed:
@@ -197,7 +242,7 @@ class FrameWriter:
 
     async def wait_sent(self, mark: int) -> None:
         """Return when everything up to ``mark`` is sent, or nothing will be any more."""
-        while self._sent < mark:
+        while self.sent < mark:
             await self._progress.wait()
 
     def close(self) -> None:
@@ -206,7 +251,7 @@ class FrameWriter:
         while self._waiting:
             for fd in self._waiting.popleft()[1]:
                 os.close(fd)
-        self._advance(self._given - self._sent)
+        self._advance(self._given - self.sent)
         self._wake.set()
 
     def _try(self, view: memoryview, fds: Sequence[int]) -> tuple[memoryview, Sequence[int]]:
@@ -216,7 +261,7 @@ class FrameWriter:
             self._stream.end()
             self.close()
             return view, fds
-        self._sent += taken
+        self.sent += taken
         return view[taken:], () if taken else fds
 
     def _send_waiting(self) -> None:
@@ -233,7 +278,7 @@ class FrameWriter:
             self._waiting.popleft()
 
     def _advance(self, taken: int) -> None:
-        self._sent += taken
+        self.sent += taken
         self._progress.set()
         self._progress = anyio.Event()
 

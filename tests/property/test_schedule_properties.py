@@ -139,7 +139,9 @@ class ScheduleMachine(RuleBasedStateMachine):
             )
 
     def teardown(self) -> None:
-        while self.in_hands or self.schedule.statistics().jobs:
+        for _ in range(100):
+            if not self.in_hands and not self.schedule.statistics().jobs:
+                break
             for task in self.in_hands:
                 self.schedule.finish(task, None)
             self.count(self.in_hands)

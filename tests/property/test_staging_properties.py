@@ -25,7 +25,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @initialize(lanes=st.integers(1, 3), chunk=st.integers(1, 4), own=st.booleans())
     def make(self, lanes: int, chunk: int, own: bool) -> None:
-        plan = plan_staging(MIB, lanes, chunk, lanes * own, lanes * own, tokens_per_block=16)
+        self.plan = plan = plan_staging(MIB, lanes, chunk, lanes * own, lanes * own, tokens_per_block=16)
         self.pool = StagingPool(plan, region=0)
         self.total = plan.num_slots
 
@@ -84,6 +84,7 @@ class PoolMachine(RuleBasedStateMachine):
         for holder in HOLDERS:
             self.pool.fenced(holder)
         assert self.pool.statistics().free == self.total, "slots leaked"
+        assert self.pool.available(Direction.STORE) == self.plan.slots_store
         slots = self.pool.try_acquire(Direction.LOAD, self.total) + self.pool.try_acquire(Direction.STORE, self.total)
         assert len({slot.index for slot in slots}) == self.total
         assert not set(slots) & set(self.ended), "an old generation came back"

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
-import anyio
+from anyio.lowlevel import checkpoint
 
 from memkv_vllm.errors import RemoteProtocolError, StoreError
 from memkv_vllm.protocol.frame import MessageType
@@ -72,7 +72,7 @@ class ScriptedHandler:
         self.peers[peer.established.session] = peer
 
     async def closed(self, peer: ServerPeer) -> None:
-        await anyio.sleep(0)
+        await checkpoint()
         self.counts["closed"] += 1
         del self.peers[peer.established.session]
 

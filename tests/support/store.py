@@ -45,13 +45,11 @@ class FakeBulk:
         self.client = bytearray(client_bytes)
         self.hook: Hook | None = None
         self.calls: list[tuple[str, int]] = []
-        self.regions: list[int] = []
         self.fences = 0
         self._arena = arena
 
     async def register(self, region: int, kind: MemoryKind, length: int, token: bytes) -> None:
         await anyio.lowlevel.checkpoint()
-        self.regions.append(region)
 
     async def pull(self, moves: Sequence[Move], deadline: Deadline) -> list[Status]:
         return await self._run("pull", moves)

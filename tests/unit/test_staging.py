@@ -106,6 +106,14 @@ class TestPool:
         assert pool.try_acquire(STORE, 1) == []
         assert len(pool.try_acquire(LOAD, 100)) == 2
 
+    def test_released_and_quarantined_stores_give_their_share_back(self) -> None:
+        pool = StagingPool(make_plan(), region=0)
+        slots = pool.try_acquire(STORE, 6)
+        pool.release(slots[:3])
+        pool.quarantine(slots[3:], "peer")
+        pool.fenced("peer")
+        assert len(pool.try_acquire(STORE, 100)) == 6
+
     def test_loads_may_take_all_and_stores_wait(self) -> None:
         pool = StagingPool(make_plan(), region=0)
         loads = pool.try_acquire(LOAD, 8)
@@ -189,6 +197,16 @@ class TestPool:
         for region in (1, 2):
             with pytest.raises(LocalProtocolError, match="cannot add region"):
                 pool.add_region(region, 4)
+
+    def test_mostly_quarantined_looks_at_each_share(self) -> None:
+        pool = StagingPool(make_plan(chunk=2, load_lanes=4, store_lanes=2), region=0)
+        stores = pool.try_acquire(STORE, 3)
+        pool.quarantine(stores[:2], "peer")
+        assert not pool.mostly_quarantined
+        pool.quarantine(stores[2:], "peer")
+        assert pool.mostly_quarantined
+        pool.fenced("peer")
+        assert not pool.mostly_quarantined
 
     def test_repr_shows_the_state(self) -> None:
         assert "free=8" in repr(StagingPool(make_plan(), region=0))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from memkv_vllm.errors import LocalProtocolError
-from memkv_vllm.store.bulkqueue import BulkKind, BulkQueue
+from memkv_vllm.store.bulkqueue import SMALL_SLICE_BYTES, BulkKind, BulkQueue
 
 GET, PUT = BulkKind.GET, BulkKind.PUT
+LARGE = SMALL_SLICE_BYTES
 
 
 def drain(queue: BulkQueue[str]) -> list[str]:
@@ -27,7 +28,7 @@ def test_gets_go_before_puts_and_each_class_is_first_come_first_served() -> None
 def test_a_get_that_comes_between_two_slices_of_a_put_goes_next() -> None:
     queue: BulkQueue[str] = BulkQueue(put_slice_values=2)
     ticket = queue.ticket(PUT)
-    for part in queue.slices(PUT, 5):
+    for part in queue.slices(PUT, [LARGE] * 5):
         queue.push(ticket, f"p{part.start}:{part.stop}")
     assert queue.pop() == "p0:2"
     queue.push(queue.ticket(GET), "g")
@@ -44,11 +45,20 @@ def test_later_slices_keep_the_place_that_their_batch_took() -> None:
 
 def test_slices_cover_a_batch_once() -> None:
     queue: BulkQueue[str] = BulkQueue(put_slice_values=3)
-    assert queue.slices(PUT, 7) == [slice(0, 3), slice(3, 6), slice(6, 7)]
-    assert queue.slices(PUT, 3) == [slice(0, 3)]
-    assert queue.slices(GET, 7) == [slice(0, 7)]
-    assert BulkQueue(get_slice_values=4).slices(GET, 7) == [slice(0, 4), slice(4, 7)]
-    assert queue.slices(GET, 0) == queue.slices(PUT, 0) == []
+    assert queue.slices(PUT, [LARGE] * 7) == [slice(0, 3), slice(3, 6), slice(6, 7)]
+    assert queue.slices(PUT, [LARGE] * 3) == [slice(0, 3)]
+    assert queue.slices(GET, [LARGE] * 7) == [slice(0, 7)]
+    assert BulkQueue(get_slice_values=4).slices(GET, [LARGE] * 7) == [slice(0, 4), slice(4, 7)]
+    assert queue.slices(GET, []) == queue.slices(PUT, []) == []
+
+
+def test_a_slice_of_small_values_goes_on_up_to_its_bytes() -> None:
+    queue: BulkQueue[str] = BulkQueue(put_slice_values=3)
+    quarter, small = LARGE // 4, 100
+    assert queue.slices(PUT, [small] * 50) == [slice(0, 50)]
+    assert queue.slices(PUT, [quarter] * 9) == [slice(0, 4), slice(4, 8), slice(8, 9)]
+    assert queue.slices(PUT, [LARGE, small, small, small]) == [slice(0, 3), slice(3, 4)]
+    assert queue.slices(PUT, [small] * 10 + [LARGE] * 2) == [slice(0, 10), slice(10, 12)]
 
 
 def test_a_full_line_refuses_and_counts() -> None:

@@ -24,7 +24,8 @@ async def run(turns: BulkTurns, kind: BulkKind, name: str, done: list[str], hold
 
 
 async def test_a_waiting_get_takes_the_next_free_lane_before_waiting_puts() -> None:
-    turns, done = make_turns(), []
+    turns = make_turns()
+    done: list[str] = []
     async with anyio.create_task_group() as tasks:
         for kind, name in [(PUT, "p1"), (PUT, "p2"), (PUT, "p3"), (GET, "g")]:
             tasks.start_soon(run, turns, kind, name, done, 0.01)
@@ -62,7 +63,8 @@ async def test_a_turn_that_does_not_come_in_time_holds_nothing() -> None:
 
 
 async def test_a_full_line_grants_nothing() -> None:
-    turns, done = make_turns(max_waiting=1), []
+    turns = make_turns(max_waiting=1)
+    done: list[str] = []
     async with anyio.create_task_group() as tasks, turns.turn(turns.ticket(PUT), 1.0):
         tasks.start_soon(run, turns, PUT, "waits", done)
         await anyio.wait_all_tasks_blocked()
@@ -85,7 +87,8 @@ async def test_cancellation_at_any_moment_loses_no_lane() -> None:
 
 
 async def test_a_lane_handed_over_to_a_cancelled_waiter_goes_on_to_the_next() -> None:
-    turns, done = make_turns(), []
+    turns = make_turns()
+    done: list[str] = []
     async with anyio.create_task_group() as outer:
         async with anyio.create_task_group() as tasks:
             holder = turns.turn(turns.ticket(PUT), 1.0)

@@ -142,10 +142,10 @@ class LoopbackBulk:
         jobs = []
         for slot, move in enumerate(moves):
             remote = self._remote(move.remote)
-            local = self._local(move)
             if remote is None:
                 fixed[slot] = Status.BAD_EXTENT
                 continue
+            local = self._local(move)
             source, target = (remote, local) if operation is Operation.PULL else (local, remote)
             job = CopyJob(slot, source, target)
             if slot not in faults or self._twist(job, faults[slot], fixed):

@@ -41,6 +41,10 @@ class CopyPool:
     def __init__(self, threads: int) -> None:
         self.threads = threads
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="memkv-copy")
+        # All threads start now: their number is then a constant, and no first request waits for one.
+        together = threading.Barrier(threads)
+        for _ in range(threads):
+            self._executor.submit(together.wait)
         self._late: ThreadPoolExecutor | None = None
 
     def submit(self, work: Callable[[], None]) -> Future[None]:
@@ -157,7 +161,8 @@ class CopyCrew:
             batch.work()
             batch.drop()
             return
-        workers = min(self._pool.threads, batch.num_pieces)
+        # A thread is worth its hand-over from about a piece's bytes on.
+        workers = min(self._pool.threads, -(-batch.num_bytes // PIECE_BYTES))
         done = anyio.Event()
         left = workers
 

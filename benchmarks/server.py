@@ -1,0 +1,114 @@
+"""A store in a process of its own, over loopback: what ``memkv start`` runs, with the benchmark's arena.
+
+As a program: ``python -m benchmarks.server PORT ARENA_BYTES POPULATE`` with the key in hexadecimal on stdin.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+
+import anyio
+
+from memkv_vllm.config import dev_server_config
+from memkv_vllm.store.server import StoreServer
+from memkv_vllm.transports.loopback import LoopbackServerTransport
+
+READY = "ready"
+_START_S, _STOP_S, _POPULATE_S = 20.0, 10.0, 120.0
+_ROOT = Path(__file__).resolve().parent.parent
+
+
+class ServerProcess:
+    """Runs a server until the ``with`` block ends.
+
+    Args:
+        arena_bytes: size of the arena.
+        populate: as for ``StoreServer``; the server is ready for use when the arena is populated.
+
+    Attributes:
+        port: its loopback port.
+        key: its auth key.
+        pid: its process.
+    """
+
+    def __init__(self, arena_bytes: int, *, populate: bool = True) -> None:
+        self.key = os.urandom(32)
+        self.port = 0
+        self.pid = 0
+        self._arena_bytes = arena_bytes
+        self._populate = populate
+        self._process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> ServerProcess:
+        arguments = ["0", str(self._arena_bytes), str(int(self._populate))]
+        self._process = process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.server", *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=_ROOT,
+            text=True,
+        )
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(self.key.hex() + "\n")
+        process.stdin.close()
+        word, _, port = process.stdout.readline().partition(" ")
+        if word != READY:
+            self.__exit__(None, None, None)
+            raise RuntimeError("the server did not start; its reason stands above")
+        self.pid, self.port = process.pid, int(port)
+        if self._populate:
+            self._await_populated()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        process = self._process
+        if process is None:
+            return
+        process.terminate()
+        try:
+            process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+    def _await_populated(self) -> None:
+        deadline = time.monotonic() + _POPULATE_S
+        while self._resident_bytes() < self._arena_bytes:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the arena was not populated within {_POPULATE_S:g} s")
+            time.sleep(0.02)
+
+    def _resident_bytes(self) -> int:
+        """Bytes of the arena that have pages, as the kernel counts them."""
+        for link in Path(f"/proc/{self.pid}/fd").iterdir():
+            if os.readlink(link).startswith("/memfd:memkv-arena"):
+                return os.stat(link).st_blocks * 512
+        return 0
+
+
+async def serve(port: int, arena_bytes: int, populate: bool, key: bytes) -> None:
+    """Serve until killed; prints the port once clients may come."""
+    config = dev_server_config(key, address=f"127.0.0.1:{port}", max_size=arena_bytes)
+    transport = LoopbackServerTransport(port, copy_threads=config.limits.copy_threads)
+    async with StoreServer(config, [transport], populate=populate):
+        print(f"{READY} {transport.port}", flush=True)
+        await anyio.sleep_forever()
+
+
+def main(arguments: list[str]) -> None:
+    """See the module's text."""
+    port, arena_bytes, populate = (int(text) for text in arguments)
+    anyio.run(serve, port, arena_bytes, bool(populate), bytes.fromhex(sys.stdin.readline()))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,77 @@
+"""What the documents say is there: links lead somewhere, commands, targets, settings and files exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import click
+import pytest
+
+from memkv_vllm.cli import main
+from memkv_vllm.config import ENVIRONMENT, DirectConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+@every_page
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+        if not target.startswith("https://"):
+            assert (page.parent / target).exists(), target
+
+
+@every_page
+def test_commands_and_their_options_exist(page: Path) -> None:
+    for name, rest in re.findall(r"\bmemkv ([a-z]+)\b([^\n`|]*)", page.read_text(encoding="utf-8")):
+        command = main.commands.get(name)
+        if command is None:
+            # "the memkv store" in prose; a command would be in a code span or block.
+            assert not re.search(rf"(`|^)memkv {name}", page.read_text(encoding="utf-8"), re.MULTILINE), name
+            continue
+        known = {option for parameter in command.params for option in parameter.opts}
+        assert isinstance(command, click.Command)
+        assert set(re.findall(r"(?<!\S)--[a-z-]+", rest.split("#")[0])) <= known | {"--help"}
+
+
+@every_page
+def test_make_targets_exist(page: Path) -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    text = page.read_text(encoding="utf-8")
+    assert set(re.findall(r"(?:`|^)make ([a-z]+)", text, re.MULTILINE)) <= targets
+
+
+@every_page
+def test_settings_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    variables = {variable.name for variable in ENVIRONMENT}
+    assert set(re.findall(r"\bMEMKV_[A-Z_]*[A-Z]\b", text)) <= variables | {"MEMKV_VENV"}
+    fields = {f"memkv_{name}" for name in DirectConfig.model_fields}
+    ours = {"memkv_vllm", "memkv_loopback", "memkv_loopback_factory"}
+    named = set(re.findall(r"(?<![:\w])memkv_[a-z_]*[a-z]\b", text))
+    assert named <= fields | ours, named - fields - ours
+
+
+@every_page
+def test_named_files_exist(page: Path) -> None:
+    for name in re.findall(r"`((?:memkv_vllm|tests|docs|scripts)/[\w./]+\.\w+)`", page.read_text(encoding="utf-8")):
+        assert (ROOT / name).exists(), name
+
+
+def test_every_page_is_in_the_readme() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for page in PAGES:
+        if page.name != "README.md":
+            assert str(page.relative_to(ROOT)) in readme, page
+
+
+def test_nothing_about_the_machine_it_was_written_on() -> None:
+    for page in PAGES:
+        assert not re.search(r"(?<!\w)/(root|home|tmp|work)/", page.read_text(encoding="utf-8")), page
+
+
+def test_the_readme_has_the_output_of_the_demo() -> None:
+    assert "@@" not in (ROOT / "README.md").read_text(encoding="utf-8")

@@ -1,0 +1,327 @@
+"""The door to vLLM: gates on features, the configuration by release, the load-error hook."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from memkv_vllm.errors import EnvironmentFault, GeometryError  # noqa: E402
+from memkv_vllm.integration import compat  # noqa: E402
+from memkv_vllm.integration.facts import EngineFacts, hash_seed  # noqa: E402
+from tests.support.vllm_shapes import BYTES_PER_BLOCK, SPECS, spec_0_32, vllm_config  # noqa: E402
+
+pytestmark = pytest.mark.vllm
+
+
+# ---------------------------------------------------------------- the supported range
+
+
+def test_the_installed_release_is_supported() -> None:
+    compat.require_supported()
+
+
+def test_a_release_that_asks_for_more_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat.OffloadingWorker, "__abstractmethods__", frozenset({"wait", "submit_both"}))
+    with pytest.raises(EnvironmentFault, match=r"OffloadingWorker asks for submit_both.*0\.25 to 0\.33"):
+        compat.require_supported()
+
+
+# ---------------------------------------------------------------- what travels
+
+
+def test_the_load_store_spec_survives_the_way_to_a_worker() -> None:
+    spec = compat.MemKVLoadStoreSpec(b"n" * 32, [b"a" * 36, bytearray(b"b" * 36)])
+    made = pickle.loads(pickle.dumps(spec))
+    assert (made.namespace, made.keys) == (b"n" * 32, (b"a" * 36, b"b" * 36))
+    assert made.medium() == "MEMKV"
+
+
+def test_a_thousand_blocks_travel_in_forty_kilobytes() -> None:
+    keys = [number.to_bytes(36, "big") for number in range(1000)]
+    assert len(pickle.dumps(compat.MemKVLoadStoreSpec(b"n" * 32, keys))) < 42_000
+
+
+def test_an_offload_key_is_taken_apart_as_vllm_made_it() -> None:
+    from vllm.v1.kv_offload.base import make_offload_key
+
+    assert compat.split_offload_key(make_offload_key(b"h" * 32, 3)) == (b"h" * 32, 3)
+
+
+# ---------------------------------------------------------------- the configuration
+
+
+@pytest.mark.parametrize("release", SPECS)
+def test_every_release_gives_the_same_facts(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    facts = EngineFacts.from_spec(SPECS[release](), vllm_config(revision="main"))
+    facts.check()
+    assert (facts.model, facts.revision, facts.kv_dtype) == ("/models/tiny", "main", "float32")
+    assert (facts.tokens_per_block, facts.blocks_per_key, facts.bytes_per_block) == ((32,), 1, BYTES_PER_BLOCK)
+    assert (facts.rank, facts.world_size, facts.tensor_parallel) == (1, 2, 2)
+    assert (facts.hash_algorithm, facts.hash_seed) == ("sha256", "PYTHONHASHSEED=0")
+    assert facts.kv_layout == ("LBHNC" if release == "0.32" else "")
+
+
+def test_the_namespace_is_the_same_on_the_scheduler_and_on_every_rank() -> None:
+    specs = [spec_0_32() for _ in range(3)]
+    for rank, spec in enumerate(specs):
+        spec.config.parallel.rank = min(rank, 1)
+    digests = {EngineFacts.from_spec(spec, vllm_config()).namespace("salt").digest for spec in specs}
+    assert len(digests) == 1
+
+
+def test_pipeline_stages_of_different_depth_share_a_namespace() -> None:
+    first, second = spec_0_32(), spec_0_32()
+    for spec, size in ((first, 1000), (second, 800)):
+        spec.config.parallel.pp_size = 2
+        spec.config.worker_kv_bytes_per_block = size
+    one, other = (EngineFacts.from_spec(spec, vllm_config()).namespace("") for spec in (first, second))
+    assert one.digest == other.digest
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda spec: setattr(spec.config.model, "name", "/other/tiny"),
+        lambda spec: setattr(spec.config.model, "dtype", "fp8"),
+        lambda spec: setattr(spec.config, "worker_kv_bytes_per_block", 1),
+        lambda spec: setattr(spec.config, "kv_cache_layout", "BLHNC"),
+        lambda spec: setattr(spec, "tokens_per_block", (16,)),
+        lambda spec: setattr(spec.config.parallel, "world_size", 4),
+        lambda spec: setattr(spec.config.parallel, "tp_size", 1),
+        lambda spec: setattr(spec.config.parallel, "pcp_size", 2),
+        lambda spec: setattr(spec.config.parallel, "dcp_size", 2),
+    ],
+    ids=["model path", "dtype", "bytes", "layout", "block size", "world", "tp", "pcp", "dcp"],
+)
+def test_what_makes_bytes_differ_makes_the_namespace_differ(change: Any) -> None:
+    changed = spec_0_32()
+    change(changed)
+    plain = EngineFacts.from_spec(spec_0_32(), vllm_config()).namespace("")
+    assert EngineFacts.from_spec(changed, vllm_config()).namespace("").digest != plain.digest
+
+
+def test_revision_algorithm_and_commit_come_from_the_whole_configuration() -> None:
+    config = vllm_config(algorithm="sha256_cbor", revision="v2")
+    config.model_config.hf_config._commit_hash = "c" * 40
+    manifest = EngineFacts.from_spec(spec_0_32(), config).namespace("")
+    assert (manifest.revision, manifest.hash_algorithm, manifest.weights) == ("v2", "sha256_cbor", "commit:" + "c" * 40)
+
+
+def test_a_hidden_configuration_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    facts = EngineFacts.from_spec(spec_0_32(), None)
+    assert (facts.revision, facts.hash_algorithm) == ("", "unknown")
+    assert "event=no_vllm_config" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "value", "fixed", "expected"),
+    [
+        ("sha256", "0", True, "PYTHONHASHSEED=0"),
+        ("sha256_cbor", "7", False, "PYTHONHASHSEED=7"),
+        ("sha256", None, True, "default"),
+        ("sha256", None, False, "random"),
+        ("xxhash", None, True, "random"),
+        ("unknown", None, True, "random"),
+    ],
+)
+def test_the_seed_of_the_hash_chain_by_release(
+    algorithm: str, value: str | None, fixed: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    if value is not None:
+        monkeypatch.setenv("PYTHONHASHSEED", value)
+    monkeypatch.setattr(compat, "has_fixed_hash_seed", lambda: fixed)
+    assert hash_seed(algorithm) == expected
+
+
+def test_the_seed_of_a_keyed_hash_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "4242")
+    seed = hash_seed("xxhash_cbor")
+    assert "4242" not in seed
+    monkeypatch.setenv("PYTHONHASHSEED", "4243")
+    assert hash_seed("xxhash_cbor") != seed
+
+
+def test_a_random_seed_is_advised_against(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    advice = EngineFacts.from_spec(spec_0_32(), vllm_config(algorithm="xxhash")).seed_advice()
+    assert advice is not None and "PYTHONHASHSEED=0" in advice
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    assert EngineFacts.from_spec(spec_0_32(), vllm_config()).seed_advice() is None
+
+
+def test_this_release_seeds_as_its_source_says() -> None:
+    from vllm.v1.core import kv_cache_utils
+
+    assert compat.has_fixed_hash_seed() == hasattr(kv_cache_utils, "resolve_none_hash_seed")
+
+
+# ---------------------------------------------------------------- geometry
+
+
+@pytest.mark.parametrize("release", SPECS)
+def test_larger_chunks_are_refused_with_the_reason(release: str) -> None:
+    setting = {"block_size": 64} if release == "0.25" else {"blocks_per_chunk": 2}
+    facts = EngineFacts.from_spec(SPECS[release](**setting), vllm_config())
+    with pytest.raises(GeometryError, match="2 GPU blocks of 32 tokens per offload key.*one lost block costs one"):
+        facts.check()
+
+
+def test_block_size_must_be_absent_even_when_it_changes_nothing() -> None:
+    with pytest.raises(GeometryError, match="block_size"):
+        EngineFacts.from_spec(spec_0_32(block_size=32), vllm_config()).check()
+
+
+def test_several_groups_are_refused_for_now() -> None:
+    spec = spec_0_32()
+    spec.tokens_per_block = (16, 64)
+    with pytest.raises(GeometryError, match=r"2 KV cache groups \(tokens per block \[16, 64\]\); for now"):
+        EngineFacts.from_spec(spec, vllm_config()).check()
+
+
+def test_the_canonical_layout_is_refused() -> None:
+    with pytest.raises(GeometryError, match="canonical_layout"):
+        EngineFacts.from_spec(spec_0_32(canonical_layout=True), vllm_config()).check()
+
+
+def test_a_rank_outside_of_its_world_is_refused() -> None:
+    spec = spec_0_32()
+    spec.config.parallel.rank = 2
+    with pytest.raises(GeometryError, match="rank 2 of 2"):
+        EngineFacts.from_spec(spec, vllm_config()).check()
+
+
+# ---------------------------------------------------------------- finding VllmConfig
+
+
+def caller(module: str) -> Any:
+    """A function of another module that has a local ``vllm_config`` and calls back."""
+    scope: dict[str, Any] = {"__name__": module}
+    exec("def connector(vllm_config, build):\n    return build()", scope)
+    return scope["connector"]
+
+
+def test_the_configuration_is_an_argument_in_0_25() -> None:
+    config = vllm_config()
+    assert compat.find_vllm_config((config, object())) is config
+
+
+def test_the_configuration_is_found_at_the_connector() -> None:
+    config = vllm_config()
+    assert caller("vllm.distributed.offloading_connector")(config, compat.find_vllm_config) is config
+
+
+def test_locals_of_other_packages_are_not_looked_at() -> None:
+    assert caller("elsewhere")(vllm_config(), compat.find_vllm_config) is None
+
+
+def test_something_else_under_that_name_is_not_taken() -> None:
+    assert caller("vllm.somewhere")("no configuration", compat.find_vllm_config) is None
+
+
+# ---------------------------------------------------------------- the failure policy
+
+
+def test_recompute_needs_no_advice() -> None:
+    assert compat.failure_policy_advice(vllm_config(policy="recompute")) is None
+
+
+def test_the_default_policy_is_advised_against_with_the_exact_argument() -> None:
+    advice = compat.failure_policy_advice(vllm_config(memkv_num_threads=2))
+    assert advice is not None and "'fail'" in advice
+    line = json.loads(advice.split("--kv-transfer-config '")[1].rstrip("'"))
+    assert line == {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "spec_name": "MemKVOffloadingSpec",
+            "spec_module_path": "memkv_vllm.spec",
+            "memkv_num_threads": 2,
+        },
+    }
+
+
+def test_a_policy_that_cannot_be_read_is_advised_about() -> None:
+    advice = compat.failure_policy_advice(None)
+    assert advice is not None and '"kv_load_failure_policy":"recompute"' in advice
+
+
+# ---------------------------------------------------------------- the load-error hook
+
+
+@pytest.fixture
+def connector(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """vLLM's connector class, with whatever this test does to it undone."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+
+    original = OffloadingConnector.get_block_ids_with_load_errors
+    monkeypatch.setattr(OffloadingConnector, "get_block_ids_with_load_errors", original)
+    return OffloadingConnector
+
+
+def with_worker(worker: Any) -> Any:
+    return SimpleNamespace(connector_worker=SimpleNamespace(worker=worker))
+
+
+def test_without_the_hook_the_connector_reports_nothing(connector: Any) -> None:
+    # When this fails, a release wired it: look at what it does, and at what our hook adds to it.
+    ours = with_worker(SimpleNamespace(take_load_errors=lambda: {3}))
+    original = getattr(
+        connector.get_block_ids_with_load_errors, "__wrapped__", connector.get_block_ids_with_load_errors
+    )
+    assert original(ours) == set()
+
+
+def test_the_hook_reports_our_workers_lost_blocks(connector: Any) -> None:
+    compat.install_load_error_hook()
+    ours = with_worker(SimpleNamespace(take_load_errors=lambda: {3}))
+    assert connector.get_block_ids_with_load_errors(ours) == {3}
+
+
+def test_other_workers_and_the_scheduler_side_are_left_alone(connector: Any) -> None:
+    compat.install_load_error_hook()
+    for other in (with_worker(object()), with_worker(None), SimpleNamespace(connector_worker=None)):
+        assert connector.get_block_ids_with_load_errors(other) == set()
+
+
+def test_installing_twice_wraps_once(connector: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def native(self: Any) -> set[int]:
+        return {1}
+
+    monkeypatch.setattr(connector, "get_block_ids_with_load_errors", native)
+    assert compat.install_load_error_hook() is True
+    assert compat.install_load_error_hook() is False
+    assert connector.get_block_ids_with_load_errors.__wrapped__ is native
+
+
+def test_a_release_that_wires_its_own_keeps_it(connector: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connector, "get_block_ids_with_load_errors", lambda self: {1})
+    compat.install_load_error_hook()
+    assert connector.get_block_ids_with_load_errors(with_worker(object())) == {1}
+    ours = with_worker(SimpleNamespace(take_load_errors=lambda: {2}))
+    assert connector.get_block_ids_with_load_errors(ours) == {1, 2}
+
+
+def test_a_release_without_the_poll_is_refused(connector: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for base in connector.__mro__:
+        if "get_block_ids_with_load_errors" in vars(base):
+            monkeypatch.delattr(base, "get_block_ids_with_load_errors")
+    with pytest.raises(EnvironmentFault, match="no way to report"):
+        compat.install_load_error_hook()
+
+
+# ---------------------------------------------------------------- events
+
+
+def test_an_event_has_the_release_s_own_medium() -> None:
+    event = compat.make_event([b"k"], removed=False)
+    assert event.keys == [b"k"] and event.removed is False
+    assert getattr(event.medium, "value", event.medium) == "STORAGE"

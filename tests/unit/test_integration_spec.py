@@ -1,0 +1,208 @@
+"""The spec with vLLM's own base class: settings, refusals, and a start with all servers down."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+import torch  # noqa: E402
+
+from memkv_vllm.errors import ConfigError, EnvironmentFault, GeometryError  # noqa: E402
+from memkv_vllm.integration.compat import LookupResult, MemKVLoadStoreSpec  # noqa: E402
+from memkv_vllm.spec import MemKVOffloadingSpec  # noqa: E402
+from tests.support.vllm_shapes import vllm_config  # noqa: E402
+
+pytestmark = pytest.mark.vllm
+
+
+def offloading_config(rank: int = 0, groups: int = 1, blocks_per_chunk: int = 1, **extra: Any) -> Any:
+    """The installed release's ``OffloadingConfig``."""
+    from vllm.v1.kv_offload import config
+
+    names = ("spec_name", "spec_module_path")
+    mapping = dict(zip(names, ("MemKVOffloadingSpec", "memkv_vllm.spec"), strict=True)) | extra
+    group = config.OffloadingGroupConfig(tokens_per_block=32, layer_names=("a", "b"), group_id=0)
+    parallel = config.OffloadingParallelConfig(
+        rank=rank,
+        world_size=2,
+        tp_size=2,
+        pp_size=1,
+        pcp_size=1,
+        dcp_size=1,
+        data_parallel_index=0,
+        data_parallel_size=1,
+        data_parallel_rank_local=None,
+        is_parallelism_agnostic=True,
+    )
+    return config.OffloadingConfig(
+        groups=(group,) * groups,
+        worker_kv_bytes_per_block=2048,
+        enable_kv_cache_events=False,
+        extra_config=mapping,
+        engine_id="engine",
+        model=config.OffloadingModelConfig(name="/models/tiny", dtype="float32"),
+        cache=config.OffloadingCacheConfig(tokens_per_hash=32, blocks_per_chunk=blocks_per_chunk),
+        parallel=parallel,
+        kv_cache_layout="LBHNC",
+    )
+
+
+def build(config: Any, policy: str = "recompute") -> MemKVOffloadingSpec:
+    """As the connector builds it: ``vllm_config`` is a local of a vLLM module that calls."""
+    scope: dict[str, Any] = {"__name__": "vllm.fake_connector"}
+    exec("def connector(vllm_config, spec, config):\n    return spec(config)", scope)
+    made: MemKVOffloadingSpec = scope["connector"](vllm_config(policy=policy), MemKVOffloadingSpec, config)
+    return made
+
+
+def kv_caches(num_groups: int = 1) -> Any:
+    tensors = [SimpleNamespace(tensor=torch.zeros(8, 1024, dtype=torch.int8), page_size_bytes=1024) for _ in range(2)]
+    refs = [SimpleNamespace(tensor_idx=index, page_size_bytes=1024) for index in range(2)]
+    return SimpleNamespace(tensors=tensors, group_data_refs=[refs] * num_groups)
+
+
+@pytest.fixture(autouse=True)
+def _nobody_serves(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("MEMKV_SERVERS", "127.0.0.1:1")
+    monkeypatch.setenv("MEMKV_AUTH_KEY", "ab" * 32)
+    monkeypatch.setenv("MEMKV_TRANSPORT", "loopback")
+    monkeypatch.setenv("MEMKV_CONNECT_TIMEOUT_S", "0.5")
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    yield
+
+
+def test_both_sides_and_all_ranks_derive_one_namespace() -> None:
+    # The scheduler's spec has rank 0, as the connector makes it.
+    specs = [build(offloading_config(rank=rank)) for rank in (0, 0, 1)]
+    assert len({spec._manifest.digest for spec in specs}) == 1
+    assert specs[0]._manifest.hash_algorithm == "sha256"
+
+
+def test_the_front_end_gets_the_metrics() -> None:
+    definitions = MemKVOffloadingSpec.build_metric_definitions({})
+    assert "vllm:memkv_lookup_hits" in definitions
+
+
+def test_importing_the_spec_needs_no_server_and_no_device() -> None:
+    code = (
+        "import sys, memkv_vllm.spec; bad = [name for name in ('pyverbs', 'triton', 'memkv_vllm.engine.engine', "
+        "'memkv_vllm.transports.loopback') if name in sys.modules]; assert not bad, bad"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PATH": ""}, timeout=60)
+
+
+test_importing_the_spec_needs_no_server_and_no_device = pytest.mark.timeout(60)(  # type: ignore[assignment]
+    test_importing_the_spec_needs_no_server_and_no_device
+)
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({"memkv_num_thread": 4}, "memkv_num_thread"),
+        ({"memkv_num_threads": 0}, "memkv_num_threads"),
+        ({"block_size": 64}, "block_size"),
+        ({"memkv_servers": "a:1"}, "MEMKV_SERVERS"),
+    ],
+)
+def test_a_wrong_setting_is_a_clear_start_error(extra: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        build(offloading_config(**extra))
+
+
+def test_missing_servers_are_a_clear_start_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MEMKV_SERVERS")
+    with pytest.raises(ConfigError, match="MEMKV_SERVERS"):
+        build(offloading_config())
+
+
+def test_tcp_is_refused_in_direct_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMKV_TRANSPORT", "tcp")
+    with pytest.raises(ConfigError, match="never runs over TCP"):
+        build(offloading_config())
+
+
+def test_several_groups_are_refused_on_both_sides() -> None:
+    with pytest.raises(GeometryError, match="2 KV cache groups"):
+        build(offloading_config(groups=2))
+    spec = build(offloading_config())
+    with pytest.raises(GeometryError, match="2 KV cache groups"):
+        spec.get_worker(kv_caches(num_groups=2))
+
+
+@pytest.mark.parametrize("side", ["get_manager", "get_worker"])
+def test_geometry_is_checked_again_by_each_side(side: str) -> None:
+    import dataclasses
+
+    spec = build(offloading_config())
+    spec._facts = dataclasses.replace(spec._facts, blocks_per_key=2)
+    with pytest.raises(GeometryError, match="2 GPU blocks"):
+        getattr(spec, side)(*([kv_caches()] if side == "get_worker" else []))
+
+
+def test_gpu_staging_is_refused_where_the_transport_cannot() -> None:
+    spec = build(offloading_config(memkv_scratch_medium="gpu"))
+    with pytest.raises(EnvironmentFault, match="transport loopback cannot reach GPU memory"):
+        spec.get_worker(kv_caches())
+
+
+def test_auto_staging_says_what_it_chose(caplog: pytest.LogCaptureFixture) -> None:
+    spec = build(offloading_config(memkv_scratch_medium="auto", memkv_scratch_mb_per_thread=1))
+    with caplog.at_level(logging.INFO, "memkv.integration.spec"):
+        worker = spec.get_worker(kv_caches())
+    worker.shutdown()
+    assert "wanted=auto chosen=host: transport loopback cannot reach GPU memory" in caplog.text
+
+
+def test_it_starts_with_all_servers_down(caplog: pytest.LogCaptureFixture) -> None:
+    spec = build(offloading_config(rank=1, memkv_scratch_mb_per_thread=1))
+    with caplog.at_level(logging.INFO, "memkv.integration"):
+        start = time.monotonic()
+        manager, worker = spec.get_manager(), spec.get_worker(kv_caches())
+        assert time.monotonic() - start < 5
+    try:
+        assert "rank=1 tensors=2 layers/block=2 value=0.002MiB threads=4 chunk=64 scratch=0.5MiB" in caplog.text
+        assert "transport=loopback servers=127.0.0.1:1" in caplog.text
+        key, ctx = bytes(36), SimpleNamespace(req_id="a")
+        answer = LookupResult.RETRY
+        while answer is LookupResult.RETRY:
+            answer = manager.lookup(key, ctx)
+            manager.on_schedule_end(SimpleNamespace(new_req_ids=(), preempted_req_ids=()))
+            time.sleep(0.005)
+            assert time.monotonic() - start < 10
+        assert answer is LookupResult.MISS
+        ours, gpu = MemKVLoadStoreSpec(manager.namespace, [key]), SimpleNamespace(block_ids=[3])
+        assert worker.submit_store(1, gpu, ours) and worker.submit_load(2, ours, gpu)
+        results: list[Any] = []
+        while len(results) < 2:
+            results += worker.get_finished()
+            time.sleep(0.005)
+            assert time.monotonic() - start < 10
+        assert all(result.success for result in results)
+        assert worker.take_load_errors() == {3}
+    finally:
+        manager.shutdown()
+        worker.shutdown()
+
+
+def test_advice_is_given_at_start(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED")
+    spec = build(offloading_config(), policy="fail")
+    manager = spec.get_manager()
+    manager.shutdown()
+    assert '"kv_load_failure_policy":"recompute"' in caplog.text
+    assert ("PYTHONHASHSEED=0" in caplog.text) == (spec._facts.hash_seed == "random")
+
+
+def test_a_good_configuration_is_given_none(caplog: pytest.LogCaptureFixture) -> None:
+    manager = build(offloading_config()).get_manager()
+    manager.shutdown()
+    assert "event=start_advice" not in caplog.text

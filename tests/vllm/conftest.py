@@ -1,0 +1,72 @@
+"""Scenarios run once per session, each in a process of its own; the tests look at what they wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests.vllm.scripts.common import ENVIRONMENT, StoreProcess  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT_S = 240.0
+
+Scenario = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="session")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for the model and the results."""
+    return tmp_path_factory.mktemp("vllm")
+
+
+@pytest.fixture(scope="session")
+def run_script(workplace: Path) -> Scenario:
+    """Runs a scenario script and returns what it wrote; its output is shown when it fails."""
+
+    def run(name: str, environ: Mapping[str, str]) -> dict[str, Any]:
+        out, log = workplace / f"{name}.json", workplace / f"{name}.log"
+        environment = {**os.environ, **ENVIRONMENT, **environ}
+        start = time.monotonic()
+        with log.open("w") as file:
+            command = [sys.executable, "-m", f"tests.vllm.scripts.{name}", str(workplace), str(out)]
+            code = subprocess.run(
+                command, cwd=ROOT, env=environment, stdout=file, stderr=file, timeout=TIMEOUT_S, check=False
+            ).returncode
+        text = log.read_text(errors="replace")
+        assert code == 0, f"{name} ended with {code}:\n{text[-6000:]}"
+        result: dict[str, Any] = json.loads(out.read_text())
+        return result | {"output": text, "seconds": time.monotonic() - start}
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def store() -> Iterator[StoreProcess]:
+    """The store that the reference, restore and TP scenarios share."""
+    process = StoreProcess()
+    process.start()
+    yield process
+    process.kill()
+
+
+@pytest.fixture(scope="session")
+def reference(run_script: Scenario, store: StoreProcess) -> dict[str, Any]:
+    """vLLM alone, then storing."""
+    return run_script("reference", store.environ)
+
+
+@pytest.fixture(scope="session")
+def restored(reference: dict[str, Any], run_script: Scenario, store: StoreProcess) -> dict[str, Any]:
+    """A second process on the same store."""
+    del reference
+    return run_script("restore", store.environ)
