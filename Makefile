@@ -1,7 +1,7 @@
 # Everything that a person or a machine does with this repository. `make` alone lists it.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format types unit docs clean
+.PHONY: help setup demo test lint format types unit bench docs clean
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -32,6 +32,10 @@ types: setup  ## mypy --strict
 
 unit: setup  ## the tests that need no vLLM (under a minute or two)
 	$(BIN)/python -m pytest -m "not vllm"
+
+bench: setup  ## the loopback transport beside memcpy, in the same run (some minutes; an idle machine, please)
+	@mkdir -p build
+	@$(BIN)/python -m benchmarks.bench_loopback --out build/bench-loopback.jsonl
 
 docs: setup  ## write the generated pages anew
 	$(BIN)/python scripts/gen_settings_docs.py

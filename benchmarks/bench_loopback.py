@@ -19,6 +19,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -95,26 +96,22 @@ class Bench:
     def _shape(self, shape: Shape, number: int) -> None:
         half = Durations(self._times.warm_s / 2, self._times.timed_s / 2)
         for op in ("put", "get"):
-            self._case(MEMCPY_SHARED, op, shape, "off", number, lambda op=op: self._shared.measure(op, shape, half))
+            self._case(MEMCPY_SHARED, op, shape, "off", number, partial(self._shared.measure, op, shape, half))
             if shape.batch == PRIVATE_BATCH:
-                self._case(
-                    MEMCPY_PRIVATE, op, shape, "off", number, lambda op=op: self._private.measure(op, shape, half)
-                )
+                self._case(MEMCPY_PRIVATE, op, shape, "off", number, partial(self._private.measure, op, shape, half))
         ops = ("put", "get", "exists") if shape.value_bytes == SIZES[0] else ("put", "get")
         self._transport_cases(ops, shape, True, number)
         if shape.batch == UNVERIFIED_BATCH:
             self._transport_cases(("put", "get"), shape, False, number)
         engine, rings = self._engines[shape.value_bytes], make_rings("engine", shape, number)
         for op in ("put", "get"):
-            self._case(
-                ENGINE, op, shape, "full", number, lambda op=op: engine.measure(op, shape, rings, times=self._times)
-            )
+            self._case(ENGINE, op, shape, "full", number, partial(engine.measure, op, shape, rings, times=self._times))
 
     def _transport_cases(self, ops: Sequence[str], shape: Shape, check: bool, number: int) -> None:
         verify = "full" if check else "off"
-        rings, measure = make_rings(verify, shape, number), self._transport.measure
+        rings = make_rings(verify, shape, number)
         for op in ops:
-            call = lambda op=op: measure(op, shape, rings, check=check, times=self._times)  # noqa: E731
+            call = partial(self._transport.measure, op, shape, rings, check=check, times=self._times)
             self._case(TRANSPORT, op, shape, verify, number, call)
 
     def _case(self, peer: str, op: str, shape: Shape, verify: str, number: int, measure: Measure) -> None:
@@ -153,7 +150,7 @@ def first_touch(populate: bool, number: int, emit: Emit) -> None:
         staging.populate(0, shape.batch_bytes)
         rings = make_rings("first", shape, number)
         calls = FIRST_TOUCH_ARENA_BYTES // shape.batch_bytes
-        emit(measure_case(case, lambda: transport.measure_calls("put", shape, rings, calls)))
+        emit(measure_case(case, partial(transport.measure_calls, "put", shape, rings, calls)))
 
 
 def rounds_of(arguments: argparse.Namespace) -> Iterator[int]:
@@ -166,7 +163,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=0.2, help="timed part of a case (default 0.2)")
+    parser.add_argument("--seconds", type=float, default=0.15, help="timed part of a case (default 0.15)")
     parser.add_argument("--warm", type=float, default=0.05, help="untimed part before it (default 0.05)")
     parser.add_argument("--out", type=Path, help="append the rows here and print the report")
     return parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""What the benchmarks move: sizes, batches, working sets, keys. The grid is that of the comparisons with other systems."""
+"""What the benchmarks move: sizes, batches, working sets, keys; the grid of the comparisons with other systems."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ __all__ = ["MemKVOffloadingSpec"]
 logger = logging.getLogger("memkv.integration.spec")
 
 
-class MemKVOffloadingSpec(compat.OffloadingSpec):  # type: ignore[misc]
+class MemKVOffloadingSpec(compat.OffloadingSpec):
     """MemKV as an offload medium, direct mode. Constructor arguments are vLLM's, of any supported release.
 
     Raises:
@@ -37,6 +37,7 @@ class MemKVOffloadingSpec(compat.OffloadingSpec):  # type: ignore[misc]
 
     def __init__(self, *args: Any) -> None:
         compat.require_supported()
+        compat.join_vllm_logging()
         super().__init__(*args)
         vllm_config = compat.find_vllm_config(args)
         self._policy_advice = compat.failure_policy_advice(vllm_config)
@@ -124,10 +125,14 @@ class MemKVOffloadingSpec(compat.OffloadingSpec):  # type: ignore[misc]
             return MemoryKind.HOST
         capable = client_transport(name).capabilities.gpu_memory
         why = (
-            "staging in GPU memory is not part of this version" if capable else f"transport {name} cannot reach GPU memory"
+            "staging in GPU memory is not part of this version"
+            if capable
+            else f"transport {name} cannot reach GPU memory"
         )
         if wanted == "gpu":
-            raise EnvironmentFault(f"memkv_scratch_medium is gpu, but {why}; set it to host, or to auto to let memkv choose")
+            raise EnvironmentFault(
+                f"memkv_scratch_medium is gpu, but {why}; set it to host, or to auto to let memkv choose"
+            )
         logger.info("event=scratch_medium wanted=auto chosen=host: %s", why)
         return MemoryKind.HOST
 

@@ -195,7 +195,9 @@ class ServerLink:
         try:
             reply = await ready.connection.request(request, deadline)
         except (RequestTimeout, ConnectionLost, RemoteProtocolError) as error:
-            self._breaker.failed(time.monotonic())
+            if self._ready is ready:
+                # However many requests end with a connection, it is one failure of the server.
+                self._breaker.failed(time.monotonic())
             ready.owes |= names_memory
             if names_memory or not ready.connection.alive or self._breaker.state is BreakerState.OPEN:
                 self._condemn(ready, error)

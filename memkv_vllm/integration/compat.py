@@ -91,6 +91,7 @@ __all__ = [
     "find_vllm_config",
     "has_fixed_hash_seed",
     "install_load_error_hook",
+    "join_vllm_logging",
     "make_event",
     "new_stats",
     "release",
@@ -130,7 +131,7 @@ def split_offload_key(key: bytes) -> tuple[bytes, int]:
     return key[:-_GROUP_BYTES], int.from_bytes(key[-_GROUP_BYTES:], "big")
 
 
-class MemKVLoadStoreSpec(LoadStoreSpec):  # type: ignore[misc]
+class MemKVLoadStoreSpec(LoadStoreSpec):
     """What travels from the manager to every worker for one job: the blocks, by namespace and offload key.
 
     Pickled inside vLLM's scheduler output: plain bytes, and the namespace once. Workers follow this namespace,
@@ -179,7 +180,9 @@ def find_vllm_config(arguments: Sequence[object] = ()) -> Any | None:
 
 
 def _is_vllm_config(value: object) -> bool:
-    return all(hasattr(value, name) for name in ("model_config", "cache_config", "parallel_config", "kv_transfer_config"))
+    return all(
+        hasattr(value, name) for name in ("model_config", "cache_config", "parallel_config", "kv_transfer_config")
+    )
 
 
 def _current_vllm_config() -> Any | None:
@@ -225,6 +228,21 @@ def failure_policy_advice(vllm_config: Any | None) -> str | None:
         f"kv_load_failure_policy is {policy!r} (vLLM's default): a block that cannot be restored ends its request "
         f"with an error. Start with: --kv-transfer-config '{text}'"
     )
+
+
+def join_vllm_logging() -> None:
+    """Let our lines appear beside vLLM's: without this an operator sees nothing below WARNING.
+
+    vLLM gives handlers to its own logger alone. Ours gets the same handlers and level, unless the process has an
+    opinion about logging already (handlers on the root or on ``memkv``, or a level of ``memkv``).
+    """
+    ours, vllms = logging.getLogger("memkv"), logging.getLogger("vllm")
+    if ours.handlers or ours.level != logging.NOTSET or logging.getLogger().handlers or not vllms.handlers:
+        return
+    ours.setLevel(vllms.level)
+    for handler in vllms.handlers:
+        ours.addHandler(handler)
+    ours.propagate = False
 
 
 # ---------------------------------------------------------------- the load-error hook

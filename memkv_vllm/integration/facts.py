@@ -77,21 +77,24 @@ class EngineFacts:
         config = getattr(spec, "config", None)
         excerpt = _from_vllm_config(spec) if config is None else _from_offloading_config(config)
         model_config = getattr(vllm_config, "model_config", None)
-        algorithm = str(getattr(getattr(vllm_config, "cache_config", None), "prefix_caching_hash_algo", "") or "unknown")
+        algorithm = str(
+            getattr(getattr(vllm_config, "cache_config", None), "prefix_caching_hash_algo", "") or "unknown"
+        )
         if vllm_config is None:
             logger.warning(
-                "event=no_vllm_config: vLLM %s hides its configuration from the spec; the namespace is made without the "
-                "model's revision and the prefix hash algorithm",
+                "event=no_vllm_config: vLLM %s hides its configuration from the spec; the namespace is made without "
+                "the model's revision and the prefix hash algorithm",
                 compat.release(),
             )
         commit = getattr(getattr(model_config, "hf_config", None), "_commit_hash", None)
-        tokens = getattr(spec, "tokens_per_block", None) or getattr(spec, "gpu_block_size", ())
+        tokens: Any = getattr(spec, "tokens_per_block", None) or getattr(spec, "gpu_block_size", ())
+        blocks: Any = getattr(spec, "blocks_per_chunk", None) or getattr(spec, "block_size_factor", 0)
         return cls(
             **excerpt,
             revision=str(getattr(model_config, "revision", None) or ""),
             commit=None if commit is None else str(commit),
             tokens_per_block=tuple(int(value) for value in tokens),
-            blocks_per_key=int(getattr(spec, "blocks_per_chunk", None) or getattr(spec, "block_size_factor", 0)),
+            blocks_per_key=int(blocks),
             hash_algorithm=algorithm,
             hash_seed=hash_seed(algorithm),
             kv_events=bool(spec.kv_events_config.enable_kv_cache_events),
@@ -171,7 +174,7 @@ def hash_seed(algorithm: str) -> str:
     if value is not None:
         if cryptographic:
             return f"PYTHONHASHSEED={value}"
-        return f"PYTHONHASHSEED#{hashlib.sha256(value.encode()).hexdigest()[:16]}"
+        return f"PYTHONHASHSEED={value}#{hashlib.sha256(value.encode()).hexdigest()[:16]}"
     return "default" if cryptographic and compat.has_fixed_hash_seed() else RANDOM_SEED
 
 

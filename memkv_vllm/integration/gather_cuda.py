@@ -132,7 +132,9 @@ class CudaMover:
             )
             return None
         if self._segments.alignment < 8:
-            logger.warning("event=unaligned_pages: KV pages are not multiples of 8 bytes; the slower byte kernel is used")
+            logger.warning(
+                "event=unaligned_pages: KV pages are not multiples of 8 bytes; the slower byte kernel is used"
+            )
         return MoveKernel(self._segments, self._num_programs)
 
     @property
@@ -154,14 +156,14 @@ class CudaMover:
         if region.kind is not MemoryKind.HOST or region.memory is None:
             raise EnvironmentFault("only host staging is served in this version; set memkv_scratch_medium to host")
         with torch.cuda.device(self._device):
-            error = torch.cuda.cudart().cudaHostRegister(  # type: ignore[attr-defined]
+            error = torch.cuda.cudart().cudaHostRegister(
                 region.memory.address, region.length, _REGISTER_PORTABLE_MAPPED
             )
         if int(error) != 0:
             raise EnvironmentFault(
                 f"CUDA cannot pin {region.length / 2**20:.1f} MiB of staging memory (cudaHostRegister: error "
-                f"{int(error)}); raise the memlock limit (ulimit -l unlimited; docker run --ulimit memlock=-1) or lower "
-                "memkv_scratch_mb_per_thread"
+                f"{int(error)}); raise the memlock limit (ulimit -l unlimited; docker run --ulimit memlock=-1) or "
+                "lower memkv_scratch_mb_per_thread"
             )
         self._regions[region.id] = region
         self._hosts[region.id] = torch.from_numpy(region.memory.array)
@@ -183,7 +185,7 @@ class CudaMover:
             self._hosts.clear()
             for region in self._regions.values():
                 if region.memory is not None and not region.memory.closed:
-                    torch.cuda.cudart().cudaHostUnregister(region.memory.address)  # type: ignore[attr-defined]
+                    torch.cuda.cudart().cudaHostUnregister(region.memory.address)
             self._regions.clear()
 
     def _move(self, lane: int, blocks: Sequence[SlotRef], after: object | None, *, gather: bool) -> None:
@@ -194,7 +196,7 @@ class CudaMover:
             state = self._lane(lane)
             with torch.cuda.stream(state.stream):
                 if after is not None:
-                    state.stream.wait_event(after)  # type: ignore[arg-type]
+                    state.stream.wait_event(after)
                 try:
                     if self._kernel is not None:
                         self._run_kernel(state, self._kernel, blocks, ids, offsets, gather)

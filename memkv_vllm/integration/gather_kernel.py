@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from memkv_vllm.integration.gather_cuda import Segments
 
 
-@triton.jit(do_not_specialize=["num_blocks", "num_segments"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_blocks", "num_segments"])
 def _move_segments(  # type: ignore[no-untyped-def]
     ids,
     slots,

@@ -102,7 +102,9 @@ def _pages(tensors: Sequence[Any], refs: Sequence[Any]) -> tuple[Page, ...]:
         pages.append(Page(tensor, page_bytes, int(tensor.stride(0)) * tensor.element_size(), offset))
         offset += page_bytes
     if not pages or min(sizes.values()) <= 0:
-        raise GeometryError(f"the KV cache has no bytes to move: {len(refs)} layers, pages of {sorted(sizes.values())} bytes")
+        raise GeometryError(
+            f"the KV cache has no bytes to move: {len(refs)} layers, pages of {sorted(sizes.values())} bytes"
+        )
     return tuple(pages)
 
 

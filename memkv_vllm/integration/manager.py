@@ -51,21 +51,43 @@ class Answer(Protocol):
     """What a prober's ``poll`` yields: see :class:`memkv_vllm.engine.prober.ProbeAnswer`."""
 
     @property
-    def prefix(self) -> bytes: ...
+    def prefix(self) -> bytes:
+        """What was asked."""
+        ...
+
     @property
-    def present(self) -> bool | None: ...
+    def present(self) -> bool | None:
+        """Whether all shards exist; None when its server could not be asked."""
+        ...
+
     @property
-    def reason(self) -> MissReason | None: ...
+    def reason(self) -> MissReason | None:
+        """Why not."""
+        ...
 
 
 class ProberLike(Protocol):
     """What the manager needs of :class:`memkv_vllm.engine.prober.Prober`."""
 
-    def submit(self, prefixes: Sequence[bytes]) -> None: ...
-    def poll(self) -> Sequence[Answer]: ...
-    def reset_namespace(self, namespace: bytes, timeout_s: float) -> list[str]: ...
-    def statistics(self) -> Any: ...
-    def close(self) -> None: ...
+    def submit(self, prefixes: Sequence[bytes]) -> None:
+        """Ask; never waits."""
+        ...
+
+    def poll(self) -> Sequence[Answer]:
+        """Answers since the last call."""
+        ...
+
+    def reset_namespace(self, namespace: bytes, timeout_s: float) -> list[str]:
+        """Drop a namespace everywhere; names of the servers that did not confirm."""
+        ...
+
+    def statistics(self) -> Any:
+        """A snapshot of counters that never decrease."""
+        ...
+
+    def close(self) -> None:
+        """Bounded in time."""
+        ...
 
 
 class PresenceSettings(NamedTuple):
@@ -106,7 +128,7 @@ def _nothing(*_: object) -> None:
     return None
 
 
-class MemKVOffloadingManager(compat.OffloadingManager):  # type: ignore[misc]
+class MemKVOffloadingManager(compat.OffloadingManager):
     """See the module. All calls come from the scheduler's thread.
 
     Args:
@@ -126,7 +148,7 @@ class MemKVOffloadingManager(compat.OffloadingManager):  # type: ignore[misc]
         kv_events: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._manifest = namespace
+        self._manifest = self._shared_manifest = namespace
         self._namespace = namespace.digest
         self._prober = prober
         self._settings = settings or PresenceSettings()
@@ -243,20 +265,19 @@ class MemKVOffloadingManager(compat.OffloadingManager):  # type: ignore[misc]
 
         Servers drop the namespace in constant time. Where that is not certain this engine moves to a fresh
         namespace instead: a server did not confirm, or stores of the time before the reset are still under way and
-        may land after it. Such an engine shares with no other until it is restarted. What was left behind is reset
-        again by the next reset, for the other engines' sake.
+        may land after it. Such an engine shares with no other until it is restarted (with vLLM 0.33, until all jobs of
+        the time before the reset have ended). What was left behind is reset again by the next reset, for the other
+        engines' sake.
         """
         unconfirmed = self._prober.reset_namespace(self._namespace, RESET_TIMEOUT_S)
-        for namespace in list(self._left_behind):
-            if not self._prober.reset_namespace(namespace, RESET_TIMEOUT_S):
-                self._left_behind.remove(namespace)
+        self._reset_left_behind()
         self._forget_all()
         self._metrics.add("reset_failures", len(unconfirmed))
         if unconfirmed:
             logger.error(
-                "event=reset_unconfirmed servers=%s: they may still hold values from before the reset. This engine goes "
-                "on in a namespace of its own and never reads them; other engines that share the store may. Reset again "
-                "when the servers are up (namespace %s)",
+                "event=reset_unconfirmed servers=%s: they may still hold values from before the reset. This engine "
+                "goes on in a namespace of its own and never reads them; other engines that share the store may. Reset "
+                "again when the servers are up (namespace %s)",
                 ",".join(unconfirmed),
                 self._namespace.hex(),
             )
@@ -266,6 +287,21 @@ class MemKVOffloadingManager(compat.OffloadingManager):  # type: ignore[misc]
         else:
             logger.info("event=cache_reset namespace=%s", self._namespace.hex()[:12])
         self._stores_in_flight = 0
+
+    @_contained(_nothing)
+    def on_reset_flushed(self) -> None:
+        """All jobs of the time before the reset have ended (0.33+): where the servers agree, share again."""
+        self._reset_left_behind()
+        if not self._left_behind and self._manifest is not self._shared_manifest:
+            self._forget_all()
+            self._manifest = self._shared_manifest
+            self._namespace = self._manifest.digest
+            logger.info("event=shared_namespace namespace=%s", self._namespace.hex()[:12])
+
+    def _reset_left_behind(self) -> None:
+        for namespace in list(self._left_behind):
+            if not self._prober.reset_namespace(namespace, RESET_TIMEOUT_S):
+                self._left_behind.remove(namespace)
 
     def _forget_all(self) -> None:
         self._collect_presence()

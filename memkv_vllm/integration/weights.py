@@ -49,7 +49,9 @@ def weights_fingerprint(model: str, commit: str | None = None) -> str:
         if folder.is_file():
             return f"files:{_digest([folder])}"
     except OSError as error:
-        logger.warning("event=weights_unreadable model=%s reason=%r: the namespace goes by the name alone", model, str(error))
+        logger.warning(
+            "event=weights_unreadable model=%s reason=%r: the namespace goes by the name alone", model, str(error)
+        )
     return f"unknown:{model}"
 
 

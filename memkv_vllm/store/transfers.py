@@ -37,6 +37,8 @@ __all__ = ["Transfers"]
 
 logger = logging.getLogger("memkv.store")
 
+INLINE_CHECK_BYTES = 512 << 10
+"""Less than this is checked on the loop (some 30 us): handing it to a thread costs the loop alone more than that."""
 _OVERRUN_S = 5.0
 """A transport keeps its deadlines itself; one that is late by this much is abandoned and fenced."""
 
@@ -236,7 +238,10 @@ class Transfers:
     async def _commit(self, job: _Job, uses: list[Use]) -> None:
         right = [True] * len(uses)
         if job.algorithm != ChecksumAlgorithm.NONE:
-            right = await anyio.to_thread.run_sync(self._check, uses, limiter=self._threads)
+            if sum(use.remote.length for use in uses) <= INLINE_CHECK_BYTES:
+                right = self._check(uses)
+            else:
+                right = await anyio.to_thread.run_sync(self._check, uses, limiter=self._threads)
         for use, is_right in zip(uses, right, strict=True):
             if not is_right:
                 job.statuses[use.index] = Status.BAD_CHECKSUM
@@ -248,7 +253,7 @@ class Transfers:
                 self._counters["put_reset"] += 1
 
     def _check(self, uses: list[Use]) -> list[bool]:
-        """In a worker thread, which cancellation awaits: it never reads an extent that was given back."""
+        """On the loop or in a thread, which cancellation awaits: it never reads an extent that was given back."""
         view = self._memory.view
         return [digest(view(use.offset, use.remote.length)) == use.checksum for use in uses]
 

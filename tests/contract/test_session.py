@@ -528,7 +528,7 @@ async def test_pending_requests_fail_when_the_connection_is_cut(factory: Transpo
 
             async def ping() -> None:
                 with pytest.raises(ConnectionLost):
-                    await client.connection.request(Ping(), soon())
+                    await client.connection.request(Ping(), soon(3600))
 
             for _ in range(LIMITS.max_inflight + 4):
                 tasks.start_soon(ping)

@@ -48,6 +48,12 @@ def value(seed: int) -> bytes:
     return np.random.default_rng(seed).bytes(VALUE)
 
 
+@pytest.fixture(autouse=True)
+def slices_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The values of these tests are small: without this, most batches would be one slice."""
+    monkeypatch.setattr("memkv_vllm.store.bulkqueue.SMALL_SLICE_BYTES", 0)
+
+
 def soon(seconds: float = 5.0) -> Deadline:
     return Deadline(time.monotonic() + seconds)
 

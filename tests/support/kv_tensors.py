@@ -58,7 +58,8 @@ def memory_outside(layout: BlockLayout, block_ids: Sequence[int]) -> list[Any]:
     """All bytes that a scatter into ``block_ids`` must not touch, per page."""
     parts = []
     for page in layout.pages:
-        whole = torch.tensor([], dtype=torch.int8).set_(page.tensor.cpu().untyped_storage()).clone()
+        empty = torch.tensor([], dtype=torch.int8, device=page.tensor.device)
+        whole = empty.set_(page.tensor.untyped_storage()).clone().cpu()
         start = page.tensor.storage_offset()
         for block_id in block_ids:
             at = start + block_id * page.row_stride

@@ -113,7 +113,7 @@ class Cluster:
         self.servers: dict[str, LoopbackServer] = {}
         for name in names:
             (folder / name).mkdir()
-            server = self.servers[name] = LoopbackServer(folder / name, **options)
+            server = self.servers[name] = LoopbackServer(folder / name, **{"max_size": "8MiB", **options})
             server.auth_key = self.key.hex()
         self.placement = Placement(names)
 

@@ -74,7 +74,7 @@ class StoreProcess:
         max_size: of its arena.
     """
 
-    def __init__(self, key: bytes, port: int = 0, max_size: str = "64MiB") -> None:
+    def __init__(self, key: bytes, port: int = 0, max_size: str = "8MiB") -> None:
         self.port = port
         self._key, self._max_size = key, max_size
         self._pid = 0

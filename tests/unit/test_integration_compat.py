@@ -11,10 +11,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from memkv_vllm.errors import EnvironmentFault, GeometryError  # noqa: E402
-from memkv_vllm.integration import compat  # noqa: E402
-from memkv_vllm.integration.facts import EngineFacts, hash_seed  # noqa: E402
-from tests.support.vllm_shapes import BYTES_PER_BLOCK, SPECS, spec_0_32, vllm_config  # noqa: E402
+from memkv_vllm.errors import EnvironmentFault, GeometryError
+from memkv_vllm.integration import compat
+from memkv_vllm.integration.facts import EngineFacts, hash_seed
+from tests.support.vllm_shapes import BYTES_PER_BLOCK, SPECS, spec_0_32, vllm_config
 
 pytestmark = pytest.mark.vllm
 
@@ -36,8 +36,8 @@ def test_a_release_that_asks_for_more_is_refused_by_name(monkeypatch: pytest.Mon
 
 
 def test_the_load_store_spec_survives_the_way_to_a_worker() -> None:
-    spec = compat.MemKVLoadStoreSpec(b"n" * 32, [b"a" * 36, bytearray(b"b" * 36)])
-    made = pickle.loads(pickle.dumps(spec))
+    spec = compat.MemKVLoadStoreSpec(b"n" * 32, [b"a" * 36, b"b" * 36])
+    made = pickle.loads(pickle.dumps(spec))  # noqa: S301 - vLLM pickles its scheduler output
     assert (made.namespace, made.keys) == (b"n" * 32, (b"a" * 36, b"b" * 36))
     assert made.medium() == "MEMKV"
 
@@ -204,7 +204,7 @@ def test_a_rank_outside_of_its_world_is_refused() -> None:
 def caller(module: str) -> Any:
     """A function of another module that has a local ``vllm_config`` and calls back."""
     scope: dict[str, Any] = {"__name__": module}
-    exec("def connector(vllm_config, build):\n    return build()", scope)
+    exec("def connector(vllm_config, build):\n    return build()", scope)  # noqa: S102
     return scope["connector"]
 
 

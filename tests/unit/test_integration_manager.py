@@ -14,12 +14,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 pytest.importorskip("vllm")
 
-from memkv_vllm.integration.compat import LookupResult  # noqa: E402
-from memkv_vllm.integration.facts import EngineFacts  # noqa: E402
-from memkv_vllm.integration.manager import MemKVOffloadingManager, PresenceSettings  # noqa: E402
-from memkv_vllm.keys import NamespaceManifest, block_prefix  # noqa: E402
-from tests.support.fake_prober import FakeProber  # noqa: E402
-from tests.support.vllm_shapes import spec_0_32, vllm_config  # noqa: E402
+from memkv_vllm.integration.compat import LookupResult
+from memkv_vllm.integration.facts import EngineFacts
+from memkv_vllm.integration.manager import MemKVOffloadingManager, PresenceSettings
+from memkv_vllm.keys import NamespaceManifest, block_prefix
+from tests.support.fake_prober import FakeProber
+from tests.support.vllm_shapes import spec_0_32, vllm_config
 
 pytestmark = pytest.mark.vllm
 
@@ -285,6 +285,39 @@ def test_what_a_reset_left_behind_is_reset_by_the_next_one(driver: Driver) -> No
     assert driver.prober.resets == [first, second, first, second]
 
 
+def test_it_shares_again_once_the_jobs_from_before_the_reset_have_ended(driver: Driver) -> None:
+    shared = driver.manager.namespace
+    driver.manager.prepare_store([key(1)], request("a"))
+    driver.manager.reset_cache()
+    fresh = driver.manager.namespace
+    assert fresh != shared
+    # The late store lands after the reset: it must be gone before the namespace is used again.
+    driver.prober.present.add(block_prefix(shared, (1).to_bytes(32, "big"), 0))
+    driver.manager.on_reset_flushed()
+    assert driver.manager.namespace == shared
+    assert driver.prober.resets == [shared, shared]
+    assert driver.settled(1) is MISS
+
+
+def test_it_stays_alone_while_a_server_has_not_confirmed(driver: Driver) -> None:
+    shared = driver.manager.namespace
+    driver.prober.unconfirmed = ["beta"]
+    driver.manager.reset_cache()
+    driver.manager.on_reset_flushed()
+    assert driver.manager.namespace != shared
+    driver.prober.unconfirmed = []
+    driver.manager.on_reset_flushed()
+    assert driver.manager.namespace == shared
+
+
+def test_a_reset_without_any_trouble_changes_nothing_when_it_is_flushed(driver: Driver) -> None:
+    driver.manager.reset_cache()
+    driver.hold(1)
+    assert driver.settled(1) is HIT
+    driver.manager.on_reset_flushed()
+    assert driver.lookup(1) is HIT and len(driver.prober.resets) == 1
+
+
 def test_a_request_may_load_again_after_a_reset(driver: Driver) -> None:
     driver.hold(1)
     assert driver.settled(1, "a") is HIT
@@ -382,7 +415,7 @@ def test_every_statistic_was_declared(driver: Driver) -> None:
     driver.settled(1)
     driver.prober.unconfirmed = ["beta"]
     driver.manager.reset_cache()
-    stats = driver.manager.get_stats()
+    stats: Any = driver.manager.get_stats()
     declared = metric_definitions()
     for name, values in stats._values.items():
         assert all(len(labels) == len(declared[name].labelnames) for labels in values)

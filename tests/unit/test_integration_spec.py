@@ -13,54 +13,14 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm")
-import torch  # noqa: E402
+import torch
 
-from memkv_vllm.errors import ConfigError, EnvironmentFault, GeometryError  # noqa: E402
-from memkv_vllm.integration.compat import LookupResult, MemKVLoadStoreSpec  # noqa: E402
-from memkv_vllm.spec import MemKVOffloadingSpec  # noqa: E402
-from tests.support.vllm_shapes import vllm_config  # noqa: E402
+from memkv_vllm.errors import ConfigError, EnvironmentFault, GeometryError
+from memkv_vllm.integration.compat import LookupResult, MemKVLoadStoreSpec
+from memkv_vllm.spec import MemKVOffloadingSpec
+from tests.support.vllm_specs import build, offloading_config
 
 pytestmark = pytest.mark.vllm
-
-
-def offloading_config(rank: int = 0, groups: int = 1, blocks_per_chunk: int = 1, **extra: Any) -> Any:
-    """The installed release's ``OffloadingConfig``."""
-    from vllm.v1.kv_offload import config
-
-    names = ("spec_name", "spec_module_path")
-    mapping = dict(zip(names, ("MemKVOffloadingSpec", "memkv_vllm.spec"), strict=True)) | extra
-    group = config.OffloadingGroupConfig(tokens_per_block=32, layer_names=("a", "b"), group_id=0)
-    parallel = config.OffloadingParallelConfig(
-        rank=rank,
-        world_size=2,
-        tp_size=2,
-        pp_size=1,
-        pcp_size=1,
-        dcp_size=1,
-        data_parallel_index=0,
-        data_parallel_size=1,
-        data_parallel_rank_local=None,
-        is_parallelism_agnostic=True,
-    )
-    return config.OffloadingConfig(
-        groups=(group,) * groups,
-        worker_kv_bytes_per_block=2048,
-        enable_kv_cache_events=False,
-        extra_config=mapping,
-        engine_id="engine",
-        model=config.OffloadingModelConfig(name="/models/tiny", dtype="float32"),
-        cache=config.OffloadingCacheConfig(tokens_per_hash=32, blocks_per_chunk=blocks_per_chunk),
-        parallel=parallel,
-        kv_cache_layout="LBHNC",
-    )
-
-
-def build(config: Any, policy: str = "recompute") -> MemKVOffloadingSpec:
-    """As the connector builds it: ``vllm_config`` is a local of a vLLM module that calls."""
-    scope: dict[str, Any] = {"__name__": "vllm.fake_connector"}
-    exec("def connector(vllm_config, spec, config):\n    return spec(config)", scope)
-    made: MemKVOffloadingSpec = scope["connector"](vllm_config(policy=policy), MemKVOffloadingSpec, config)
-    return made
 
 
 def kv_caches(num_groups: int = 1) -> Any:
@@ -91,17 +51,13 @@ def test_the_front_end_gets_the_metrics() -> None:
     assert "vllm:memkv_lookup_hits" in definitions
 
 
+@pytest.mark.timeout(60)
 def test_importing_the_spec_needs_no_server_and_no_device() -> None:
     code = (
         "import sys, memkv_vllm.spec; bad = [name for name in ('pyverbs', 'triton', 'memkv_vllm.engine.engine', "
         "'memkv_vllm.transports.loopback') if name in sys.modules]; assert not bad, bad"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env={"PATH": ""}, timeout=60)
-
-
-test_importing_the_spec_needs_no_server_and_no_device = pytest.mark.timeout(60)(  # type: ignore[assignment]
-    test_importing_the_spec_needs_no_server_and_no_device
-)
 
 
 @pytest.mark.parametrize(

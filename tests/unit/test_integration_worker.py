@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm")
-import torch  # noqa: E402
+import torch
 
-from memkv_vllm.engine.api import JobResult  # noqa: E402
-from memkv_vllm.integration.compat import MemKVLoadStoreSpec  # noqa: E402
-from memkv_vllm.integration.worker import MemKVOffloadingWorker  # noqa: E402
-from memkv_vllm.keys import block_prefix  # noqa: E402
-from memkv_vllm.types import Direction  # noqa: E402
-from tests.support.fake_engine import FakeEngine  # noqa: E402
+from memkv_vllm.engine.api import JobResult
+from memkv_vllm.integration.compat import MemKVLoadStoreSpec
+from memkv_vllm.integration.worker import MemKVOffloadingWorker
+from memkv_vllm.keys import block_prefix
+from memkv_vllm.types import Direction
+from tests.support.fake_engine import FakeEngine
 
 pytestmark = pytest.mark.vllm
 

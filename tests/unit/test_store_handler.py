@@ -31,6 +31,12 @@ from tests.support.store import LAYOUT, NAMESPACE, VALUE, Hook, Rig, make_key, v
 pytestmark = pytest.mark.anyio
 
 
+@pytest.fixture(autouse=True)
+def slices_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The values of these tests are tiny: without this, every batch would be one slice."""
+    monkeypatch.setattr("memkv_vllm.store.bulkqueue.SMALL_SLICE_BYTES", 0)
+
+
 @pytest.fixture
 def rig() -> Iterator[Rig]:
     with Rig() as made:

@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.vllm.scripts.common import ENVIRONMENT, StoreProcess  # noqa: E402
+from tests.vllm.scripts.common import ENVIRONMENT, StoreProcess
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 240.0

@@ -80,15 +80,17 @@ def test_values_that_exist_and_cannot_be_read_are_tried_once_by_each_request(sto
     assert story["metrics"]["memkv_lookup_misses:retried"] >= 2
 
 
-def test_a_corrupted_first_block_is_recomputed_and_stored_again(story: dict[str, Any]) -> None:
+def test_a_corrupted_first_block_is_recomputed_and_stored_by_the_next_request(story: dict[str, Any]) -> None:
     assert story["steps"]["first block corrupted"]["lost"]["load_checksum"] == 1
-    assert cached(story, "after the corruption") == BLOCKS
+    # vLLM does not offer a block again that it had asked to load; the next request that computes it does.
+    assert cached(story, "after the corruption") == 0
+    assert story["steps"]["ninth block corrupted"]["load_blocks"] == BLOCKS
 
 
-def test_the_blocks_before_a_corrupted_one_are_used(story: dict[str, Any]) -> None:
-    step = story["steps"]["ninth block corrupted"]
-    assert step["lost"]["load_checksum"] == 1
-    assert step["load_blocks"] == BLOCKS
+def test_one_corrupted_block_costs_one_block(story: dict[str, Any]) -> None:
+    assert story["steps"]["ninth block corrupted"]["lost"] == {
+        key: int(key == "load_checksum") for key in story["steps"]["ninth block corrupted"]["lost"]
+    }
 
 
 def test_the_manager_never_failed(story: dict[str, Any]) -> None:

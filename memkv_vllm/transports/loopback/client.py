@@ -252,7 +252,10 @@ class LoopbackClientTransport:
 
 async def _dial(host: str, port: int, deadline: Deadline) -> socket.socket:
     pause, longest = _RETRY_S
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    try:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    except OSError as error:
+        raise ConnectError(f"no socket for the loopback server {host}:{port}: {error}") from error
     try:
         with anyio.fail_after(remaining(deadline, time.monotonic())):
             while True:

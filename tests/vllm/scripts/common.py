@@ -68,7 +68,9 @@ def full_blocks(tokens: int) -> int:
     return (tokens - 1) // BLOCK_TOKENS
 
 
-def make_engine(folder: Path, *, extra: dict[str, Any] | None = None, policy: str | None = "recompute", **options: Any) -> Any:
+def make_engine(
+    folder: Path, *, extra: dict[str, Any] | None = None, policy: str | None = "recompute", **options: Any
+) -> Any:
     """A ``vllm.LLM``; with the connector unless ``extra`` is None."""
     from vllm import LLM
 
@@ -76,7 +78,11 @@ def make_engine(folder: Path, *, extra: dict[str, Any] | None = None, policy: st
         connector: dict[str, Any] = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
         if policy is not None:
             connector["kv_load_failure_policy"] = policy
-        spec = {"spec_name": "MemKVOffloadingSpec", "spec_module_path": "memkv_vllm.spec", "memkv_scratch_mb_per_thread": 4}
+        spec = {
+            "spec_name": "MemKVOffloadingSpec",
+            "spec_module_path": "memkv_vllm.spec",
+            "memkv_scratch_mb_per_thread": 4,
+        }
         options["kv_transfer_config"] = connector | {"kv_connector_extra_config": spec | extra}
     return LLM(
         model=str(write_tiny_llama(folder / "tiny-llama", MODEL)),
@@ -84,10 +90,9 @@ def make_engine(folder: Path, *, extra: dict[str, Any] | None = None, policy: st
         enforce_eager=True,
         dtype=MODEL.dtype,
         block_size=BLOCK_TOKENS,
-        max_model_len=1024,
         disable_log_stats=False,
         seed=0,
-        **options,
+        **{"max_model_len": 1024, **options},
     )
 
 
@@ -123,7 +128,9 @@ def metrics(llm: Any) -> dict[str, float]:
     """Ours and the connector's counters, by name and reason."""
     found = {}
     for metric in llm.get_metrics():
-        if any(word in metric.name for word in ("memkv", "kv_offload", "external", "preemptions")) and hasattr(metric, "value"):
+        if any(word in metric.name for word in ("memkv", "kv_offload", "external", "preemptions")) and hasattr(
+            metric, "value"
+        ):
             reason = metric.labels.get("reason", "")
             found[metric.name.removeprefix("vllm:") + (f":{reason}" if reason else "")] = float(metric.value)
     return found

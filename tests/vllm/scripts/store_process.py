@@ -46,7 +46,8 @@ def obey(server: LoopbackServer, command: dict[str, Any]) -> dict[str, Any]:
 
 def reply(message: dict[str, Any]) -> None:
     """One line."""
-    print(json.dumps(message, default=str), flush=True)
+    sys.stdout.write(json.dumps(message, default=str) + "\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":
