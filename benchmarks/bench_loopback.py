@@ -1,6 +1,6 @@
 """Put, get and exists over loopback beside memcpy in the same run: ``python -m benchmarks.bench_loopback``.
 
-Prints the rows as JSON lines; with ``--out FILE`` it appends them there and prints the report instead. Peers:
+Prints the rows as JSON lines; with ``--out FILE`` it writes them there and prints the report instead. Peers:
 
     memkv-loopback              one ClientConnection, its messages and checksums as the engine makes them
     memkv-engine                the same through TransferEngine, with a mover that copies nothing
@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.drivers import Durations, EngineDriver, MemcpyDriver, TransportDriver, staging_memory
+from benchmarks.engine_driver import EngineDriver
 from benchmarks.geometry import (
     ARENA_BYTES,
     BATCHES,
@@ -34,12 +34,16 @@ from benchmarks.geometry import (
     MIB,
     MIN_WORKING_SET_BYTES,
     SIZES,
+    Durations,
     KeyRing,
     Shape,
 )
+from benchmarks.memcpy_driver import MemcpyDriver
 from benchmarks.report import report
 from benchmarks.rows import Case, Measurement, make_error_row, make_row, read_rows, write_row
 from benchmarks.server import ServerProcess
+from benchmarks.staging import fill, staging_memory
+from benchmarks.transport_driver import TransportDriver
 from memkv_vllm.transports.memory import HostMemory
 
 Measure = Callable[[], Measurement]
@@ -147,7 +151,7 @@ def first_touch(populate: bool, number: int, emit: Emit) -> None:
         HostMemory.create("bench-staging", MAX_BATCH_BYTES) as staging,
         TransportDriver(server.port, server.key, server.pid, staging) as transport,
     ):
-        staging.populate(0, shape.batch_bytes)
+        fill(staging.array[: shape.batch_bytes])
         rings = make_rings("first", shape, number)
         calls = FIRST_TOUCH_ARENA_BYTES // shape.batch_bytes
         emit(measure_case(case, partial(transport.measure_calls, "put", shape, rings, calls)))
@@ -165,7 +169,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=0.15, help="timed part of a case (default 0.15)")
     parser.add_argument("--warm", type=float, default=0.05, help="untimed part before it (default 0.05)")
-    parser.add_argument("--out", type=Path, help="append the rows here and print the report")
+    parser.add_argument("--out", type=Path, help="write the rows here and print the report")
     return parser.parse_args(arguments)
 
 
@@ -176,7 +180,7 @@ def main(arguments: Sequence[str]) -> int:
     with ExitStack() as stack:
         if options.out is not None:
             options.out.parent.mkdir(parents=True, exist_ok=True)
-        stream = sys.stdout if options.out is None else stack.enter_context(options.out.open("a"))
+        stream = sys.stdout if options.out is None else stack.enter_context(options.out.open("w"))
 
         def emit(row: dict[str, object]) -> None:
             rows.append(row)

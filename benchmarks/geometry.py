@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from memkv_vllm.keys import NAMESPACE_BYTES, block_prefix
 
@@ -14,10 +15,20 @@ CONCURRENCIES = (1, 4)
 MAX_BATCH_BYTES = max(SIZES) * max(BATCHES)
 MAX_CONCURRENCY = max(CONCURRENCIES)
 
+LAYOUT = 7
+"""Layout fingerprint of all values."""
+
 MIN_WORKING_SET_BYTES = 64 * MIB
 """Twice the last-level cache of the machine that this was made on."""
 ARENA_BYTES = 1536 * MIB
 """The largest working set, and room for the puts of one round: the store is full, every further put evicts."""
+
+
+class Durations(NamedTuple):
+    """Seconds of a case that are not timed, and that are."""
+
+    warm_s: float
+    timed_s: float
 
 
 @dataclass(frozen=True)
@@ -53,15 +64,15 @@ class KeyRing:
         self._keep = shape.batches_per_worker
         self._made = 0
 
-    @property
-    def full(self) -> bool:
-        """Whether a whole working set was put."""
-        return self._made >= self._keep
-
     def fresh(self) -> list[bytes]:
         """The prefixes of a batch that is not in the store."""
         self._made += 1
         return self._batch_of(self._made - 1)
+
+    def working_set(self) -> list[list[bytes]]:
+        """The newest batches, which :meth:`stored` gives from now on; who asks puts what is not in the store of them."""
+        self._made = max(self._made, self._keep)
+        return [self.stored(index) for index in range(self._keep)]
 
     def stored(self, index: int) -> list[bytes]:
         """The prefixes of one batch of the working set; successive indices go round it, oldest first."""

@@ -19,7 +19,7 @@ from memkv_vllm.store.server import StoreServer
 from memkv_vllm.transports.loopback import LoopbackServerTransport
 
 READY = "ready"
-_START_S, _STOP_S, _POPULATE_S = 20.0, 10.0, 120.0
+_STOP_S, _POPULATE_S = 10.0, 120.0
 _ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -56,13 +56,16 @@ class ServerProcess:
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write(self.key.hex() + "\n")
         process.stdin.close()
-        word, _, port = process.stdout.readline().partition(" ")
-        if word != READY:
+        try:
+            word, _, port = process.stdout.readline().partition(" ")
+            if word != READY:
+                raise RuntimeError("the server did not start; its reason stands above")
+            self.pid, self.port = process.pid, int(port)
+            if self._populate:
+                self._await_populated()
+        except BaseException:
             self.__exit__(None, None, None)
-            raise RuntimeError("the server did not start; its reason stands above")
-        self.pid, self.port = process.pid, int(port)
-        if self._populate:
-            self._await_populated()
+            raise
         return self
 
     def __exit__(

@@ -174,7 +174,7 @@ def hash_seed(algorithm: str) -> str:
     if value is not None:
         if cryptographic:
             return f"PYTHONHASHSEED={value}"
-        return f"PYTHONHASHSEED={value}#{hashlib.sha256(value.encode()).hexdigest()[:16]}"
+        return f"PYTHONHASHSEED#{hashlib.sha256(value.encode()).hexdigest()[:16]}"
     return "default" if cryptographic and compat.has_fixed_hash_seed() else RANDOM_SEED
 
 

@@ -18,7 +18,17 @@ from memkv_vllm.keys import NamespaceManifest
 from memkv_vllm.protocol.frame import MessageType
 from memkv_vllm.transports.faults import Delay, Fail, NoReply, Operation
 from memkv_vllm.types import LossReason, MissReason
-from tests.support.ranks import Cluster, Rank, cluster_settings, eventually, lookups, manifest, prefix_of, rank
+from tests.support.ranks import (
+    Cluster,
+    Rank,
+    cluster_settings,
+    eventually,
+    lookups,
+    manifest,
+    prefix_of,
+    rank,
+    staging_plan,
+)
 from tests.support.store_process import StoreProcess
 
 
@@ -292,14 +302,18 @@ def test_no_old_value_is_served_after_a_reset_was_confirmed(cluster: Cluster) ->
     """
     namespace = prefix_of(0)[1:33]
     numbers = range(20)
-    targets = range(44, 64)
-    with rank(cluster.settings(), blocks=32) as one, lookups(cluster.settings()) as seen:
+    targets = range(52, 72)
+    with (
+        rank(cluster.settings(), blocks=36, plan=staging_plan(20, lanes=1)) as one,
+        lookups(cluster.settings()) as seen,
+    ):
         one.ready()
         seen.ready()
-        for round_number in range(8):
+        for round_number in range(5):
+            assert seen.prober.reset_namespace(namespace, 5) == []
             old = fill(one, 2 * round_number + 1)
             one.stored(range(10))
-            slow = cluster.only.faults.add(Operation.PULL, Delay(0.05))
+            slow = cluster.only.faults.add(Operation.PULL, Delay(0.2))
             store = one.store(range(10, 20))
             eventually(lambda: cluster.only.statistics()["table"]["reserved"] == 10, "the server works on the puts")
             cluster.only.faults.remove(slow)

@@ -98,6 +98,10 @@ class Held(NamedTuple):
             mappings = sum("/memfd:" in line for line in maps)
         return cls(len(os.listdir("/proc/self/fd")), threading.active_count(), mappings)
 
+    def within(self, before: Held) -> bool:
+        """Whether nothing has grown since."""
+        return all(now <= then for now, then in zip(self, before, strict=True))
+
 
 class Cluster:
     """``names`` stores under one key, started at once.

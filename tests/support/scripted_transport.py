@@ -173,9 +173,9 @@ class ScriptedConnection:
         await self.aclose()
         gate = self.script.fences.get(self.number)
         if gate is not None:
-            with anyio.move_on_at(anyio.current_time() + max(0.0, deadline - time.monotonic())):
+            with anyio.move_on_at(anyio.current_time() + max(0.0, deadline - time.monotonic())) as scope:
                 await gate.passed()
-            if not gate.is_open:
+            if scope.cancelled_caught:
                 raise FenceTimeout("not yet")
 
     async def aclose(self) -> None:
@@ -202,9 +202,8 @@ class ScriptedConnection:
                 return reply
         if isinstance(request, Get):
             return self.push(request)
-        if isinstance(request, Put):
-            return self._pull(request)
-        raise AssertionError(f"no script for {request}")
+        assert isinstance(request, Put), f"no script for {request}"
+        return self._pull(request)
 
     def push(self, request: Get) -> list[GetResult]:
         """The normal course of a get."""

@@ -145,8 +145,20 @@ def test_a_working_set_is_larger_than_the_cache(value_bytes: int, batch: int) ->
 
 def test_a_key_ring_gives_fresh_keys_and_then_the_newest_again() -> None:
     ring = KeyRing("test", Shape(MIN_WORKING_SET_BYTES // 2, 2, 1))  # a working set of two batches
-    first, second = ring.fresh(), ring.fresh()
-    assert ring.full and len({*first, *second}) == 4
-    third = ring.fresh()
+    first, second, third = ring.fresh(), ring.fresh(), ring.fresh()
+    assert len({*first, *second, *third}) == 6
+    assert ring.working_set() == [second, third]
     assert [ring.stored(index) for index in range(3)] == [second, third, second]
+
+
+def test_a_key_ring_that_put_too_little_names_what_is_missing() -> None:
+    ring = KeyRing("test", Shape(MIN_WORKING_SET_BYTES // 2, 2, 1))
+    first = ring.fresh()
+    missing = ring.working_set()
+    assert missing[0] == first and ring.stored(1) == missing[1]
+    assert ring.fresh() not in missing
+
+
+def test_key_rings_of_different_names_share_no_key() -> None:
+    first = KeyRing("test", Shape(1, 2, 1)).fresh()
     assert not {*KeyRing("other", Shape(1, 2, 1)).fresh()} & {*first}

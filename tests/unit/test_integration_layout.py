@@ -45,6 +45,7 @@ def test_layers_that_alias_a_tensor_are_in_the_value_once() -> None:
     made = layout([table(4, 64), table(4, 64)], [(0, 48), (1, 64), (0, 64)])
     assert [(page.page_bytes, page.offset) for page in made.pages] == [(64, 0), (64, 64)]
     assert (made.value_bytes, made.num_layers) == (128, 3)
+    assert layout([table(4, 64)], [(0, 64), (0, 48)]).value_bytes == 64
 
 
 def test_packed_blocks_are_one_page() -> None:
