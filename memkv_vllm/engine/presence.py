@@ -119,6 +119,11 @@ class PresenceCache:
             self._misses[entry.reason] += 1
         return entry.verdict
 
+    def known(self, prefix: bytes, now: float) -> bool:
+        """Whether a hit for ``prefix`` is trusted at ``now``; queues no probe and counts nothing."""
+        entry = self._entries.get(prefix)
+        return entry is not None and entry.verdict is Verdict.HIT and now < entry.until
+
     def take_probes(self) -> list[bytes]:
         """Prefixes to ask the servers for, in order of lookup; each is given out once per question."""
         probes, self._probes = list(self._probes), {}

@@ -98,15 +98,6 @@ class PresenceSettings(NamedTuple):
     lookup_timeout: float = 1.0
 
 
-class _Presence(PresenceCache):
-    """The presence cache, and whether a block is known to be there, without asking for it."""
-
-    def known(self, prefix: bytes, now: float) -> bool:
-        """Whether a hit for ``prefix`` is trusted at ``now``; queues no probe."""
-        entry = self._entries.get(prefix)
-        return entry is not None and entry.verdict is Verdict.HIT and now < entry.until
-
-
 def _contained(answer: Callable[..., Any]) -> Callable[[F], F]:
     """Never raise into vLLM: log (once a minute per method), count, and return ``answer(self, *args)``."""
 
@@ -339,10 +330,10 @@ class MemKVOffloadingManager(compat.OffloadingManager):
         stats = compat.new_stats()
         return stats if self._metrics.fill(stats) else None
 
-    def _new_presence(self) -> _Presence:
+    def _new_presence(self) -> PresenceCache:
         settings = self._settings
         self._presence_base: dict[str, int] = {}
-        return _Presence(settings.hit_ttl, settings.miss_ttl, settings.lookup_timeout)
+        return PresenceCache(settings.hit_ttl, settings.miss_ttl, settings.lookup_timeout)
 
     def _collect_presence(self) -> None:
         """Add what the cache counted since the last time; a fresh cache starts from zero."""

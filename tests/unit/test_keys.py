@@ -6,6 +6,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -48,13 +49,14 @@ def _other(value: object) -> object:
         return value + "x"
     if isinstance(value, int):
         return value + 1
-    return (*value, ("a", "b")) if value == () else (17,)  # type: ignore[misc]
+    return (*value, ("a", "b")) if value == () else (17,)
 
 
 @pytest.mark.parametrize("name", MANIFEST_FIELDS)
 def test_every_field_of_the_manifest_changes_the_namespace(name: str) -> None:
     """P003, P006, P024: dtype, layout, weights, prefix ... each makes another namespace, and is named as differing."""
-    changed = dataclasses.replace(MANIFEST, **{name: _other(getattr(MANIFEST, name))})
+    change: dict[str, Any] = {name: _other(getattr(MANIFEST, name))}
+    changed = dataclasses.replace(MANIFEST, **change)
     assert changed.digest != MANIFEST.digest
     assert changed.differing_fields(MANIFEST.to_json()) == (name,)
 
@@ -123,9 +125,9 @@ def test_an_older_key_format_is_found_and_named() -> None:
         ({}, False),
     ],
 )
-def test_only_a_difference_that_breaks_intended_sharing_is_a_mismatch(changes: dict[str, object], warned: bool) -> None:
+def test_only_a_difference_that_breaks_intended_sharing_is_a_mismatch(changes: dict[str, Any], warned: bool) -> None:
     """P001: another seed alone is the silent miss; another TP or model is normal."""
-    other = dataclasses.replace(MANIFEST, **changes)  # type: ignore[arg-type]
+    other = dataclasses.replace(MANIFEST, **changes)
     assert impossible_sharing(MANIFEST.differing_fields(other.to_json())) is warned
 
 

@@ -190,3 +190,18 @@ class TestRequestGuard:
         for number in range(100):
             guard.loaded(str(number), [])
         assert repr(guard).startswith("RequestGuard(0 requests")
+
+
+def test_known_asks_nobody() -> None:
+    """What the manager uses to leave out stores: true for a trusted hit only, and no probe follows from it."""
+    cache = PresenceCache(hit_ttl=10, miss_ttl=10)
+    assert not cache.known(b"block", 0.0)
+    assert cache.take_probes() == []
+    cache.lookup(b"block", 0.0)
+    assert not cache.known(b"block", 0.0)
+    cache.answer(b"block", True, 1.0)
+    assert cache.known(b"block", 10.9)
+    assert not cache.known(b"block", 11.0)
+    before = cache.statistics()
+    cache.known(b"block", 2.0)
+    assert cache.statistics() == before

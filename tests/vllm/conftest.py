@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -21,6 +23,19 @@ ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 240.0
 
 Scenario = Callable[..., dict[str, Any]]
+
+
+def _run_in_a_group(command: list[str], environment: Mapping[str, str], output: IO[str]) -> int:
+    """Run a script in a session of its own and leave no process of it behind, whatever became of it."""
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=dict(environment), stdout=output, stderr=output, start_new_session=True
+    )
+    try:
+        return process.wait(TIMEOUT_S)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 @pytest.fixture(scope="session")
@@ -39,9 +54,7 @@ def run_script(workplace: Path) -> Scenario:
         start = time.monotonic()
         with log.open("w") as file:
             command = [sys.executable, "-m", f"tests.vllm.scripts.{name}", str(workplace), str(out)]
-            code = subprocess.run(
-                command, cwd=ROOT, env=environment, stdout=file, stderr=file, timeout=TIMEOUT_S, check=False
-            ).returncode
+            code = _run_in_a_group(command, environment, file)
         text = log.read_text(errors="replace")
         assert code == 0, f"{name} ended with {code}:\n{text[-6000:]}"
         result: dict[str, Any] = json.loads(out.read_text())

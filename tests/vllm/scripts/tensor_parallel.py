@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.vllm.scripts.common import ask, make_engine, metrics, run_scenario
+from tests.vllm.scripts.common import ask, end_engine, make_engine, metrics, run_scenario
 from tests.vllm.scripts.reference import PROMPTS
 
 
@@ -19,6 +19,8 @@ def scenario(folder: Path) -> dict[str, Any]:
     llm.reset_prefix_cache()
     result["restored"] = ask(llm, PROMPTS[:2])
     result["metrics"] = metrics(llm)
+    # The core and its workers are processes of their own and outlive a process that just leaves.
+    end_engine(llm)
     return result
 
 
