@@ -70,7 +70,7 @@ class KeyRing:
         return self._batch_of(self._made - 1)
 
     def working_set(self) -> list[list[bytes]]:
-        """The newest batches, which :meth:`stored` gives from now on; who asks puts what is not in the store of them."""
+        """The newest batches, which :meth:`stored` gives from now on; who asks puts those that are missing."""
         self._made = max(self._made, self._keep)
         return [self.stored(index) for index in range(self._keep)]
 

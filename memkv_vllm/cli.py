@@ -127,7 +127,7 @@ def _serve(config: ServerConfig, exports: Mapping[str, str]) -> None:
     async def serve_until_signal() -> None:
         # The receiver is the outer one: a second signal during the orderly end must not kill the process in the middle.
         with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
-            transport = LoopbackServerTransport(config.network.address.port)
+            transport = LoopbackServerTransport.from_config(config)
             async with StoreServer(config, [transport]) as server:
                 _announce("{}:{}".format(*server.addresses[0]), exports)
                 async for number in signals:

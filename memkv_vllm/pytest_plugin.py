@@ -164,7 +164,7 @@ class LoopbackServer:
             config = dev_server_config(
                 self.auth_key, address=self.address, max_size=self._max_size, overrides=self._overrides
             )
-            transport = LoopbackServerTransport(self._port, faults=self.faults)
+            transport = LoopbackServerTransport.from_config(config, port=self._port, faults=self.faults)
             async with StoreServer(config, [transport]) as server:
                 self._server = server
                 started.set_result(transport.port)

@@ -38,7 +38,6 @@ FAULTS: dict[str, tuple[Operation, Action, LossReason]] = {
     "read after the answer": (Operation.PULL, LateWrite(0.2, Status.OK), LossReason.CHECKSUM),
     "read after the deadline": (Operation.PULL, LateWrite(0.2), LossReason.TIMEOUT),
     "cut while reading": (Operation.PULL, Die(), LossReason.BREAKER),
-    "cut before": (Operation.REQUEST, Die(), LossReason.BREAKER),
     "refused": (Operation.REQUEST, Fail(), LossReason.REFUSED),
     "not answered": (Operation.REQUEST, NoReply(), LossReason.TIMEOUT),
 }
@@ -87,6 +86,39 @@ def test_a_value_is_found_only_once_it_is_complete(tmp_path: Path) -> None:
             assert job not in one.poll(), "all this happened while the put was under way"
             assert one.result(job).lost == {}
             assert seen.present([1]) == [1]
+
+
+@pytest.mark.parametrize(
+    ("operation", "action", "reason"),
+    [
+        (Operation.REQUEST, Die(), LossReason.BREAKER),
+        (Operation.REPLY, Die(), LossReason.BREAKER),
+        (Operation.REPLY, NoReply(), LossReason.TIMEOUT),
+        (Operation.REPLY, Short(10), LossReason.TIMEOUT),
+        (Operation.REPLY, BitFlip(40), LossReason.FAILED),
+    ],
+    ids=["cut as it comes", "cut before the answer", "no answer", "half an answer", "a broken answer"],
+)
+def test_a_put_whose_answer_is_lost_is_there_as_a_whole_or_not_at_all(
+    tmp_path: Path, operation: Operation, action: Action, reason: LossReason
+) -> None:
+    """The writer counts it as lost; a reader may find it, and then all of it."""
+    with Cluster(tmp_path) as cluster:
+        settings = cluster.settings(op_timeout_s=0.3)
+        with rank(settings) as one, lookups(settings) as seen:
+            one.ready()
+            seen.ready()
+            rule = cluster.only.faults.add(operation, action, type=MessageType.PUT)
+            lost = one.stored(range(3)).lost
+            assert rule.fired == 1 and sum(lost.values()) == 3 and lost.keys() <= {reason, LossReason.BREAKER}
+            cluster.only.faults.clear()
+            one.ready().idle()
+            eventually(lambda: cluster.only.statistics()["table"]["reserved"] == 0, "nothing is reserved")
+            found = seen.present(range(3))
+            result = one.loaded(range(3))
+            assert [block - one.half for block in result.bad_block_ids] == [n for n in range(3) if n not in found]
+            assert one.wrong(result, range(3)) == []
+            assert one.stored(range(3)).lost == {}
 
 
 def test_only_the_bad_value_of_a_batch_is_lost(tmp_path: Path) -> None:

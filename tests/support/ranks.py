@@ -39,11 +39,11 @@ PATIENCE_S = 15.0
 """How long a test waits for what must happen; only a broken product uses it up."""
 
 
-def eventually(condition: Callable[[], Any], what: str, timeout_s: float = PATIENCE_S) -> Any:
-    """Poll until ``condition`` is true and return what it said."""
+def eventually(condition: Callable[[], Any], what: str | Callable[[], str], timeout_s: float = PATIENCE_S) -> Any:
+    """Poll until ``condition`` is true and return what it said; ``what`` says what did not happen."""
     end = time.monotonic() + timeout_s
     while not (said := condition()):
-        assert time.monotonic() < end, f"not within {timeout_s:g} s: {what}"
+        assert time.monotonic() < end, f"not within {timeout_s:g} s: {what if isinstance(what, str) else what()}"
         time.sleep(0.002)
     return said
 
@@ -197,7 +197,7 @@ class Rank:
 
     def result(self, job: int, timeout_s: float = PATIENCE_S) -> JobResult:
         """The job's result, waiting for it."""
-        eventually(lambda: job in self.poll(), f"job {job} ends; {self.statistics}", timeout_s)
+        eventually(lambda: job in self.poll(), lambda: f"job {job} ends: {self.statistics}", timeout_s)
         return self._results[job]
 
     def stored(self, numbers: Iterable[int]) -> JobResult:
@@ -226,14 +226,13 @@ class Rank:
 
     def idle(self) -> None:
         """Wait until every gauge is back to nothing and every slot is free."""
-        total = self.slots
 
         def at_rest() -> bool:
             now = self.statistics
             gauges = (now.queued_load_blocks, now.queued_store_blocks, now.queued_store_bytes, now.inflight_requests)
-            return not any(gauges) and now.slots_free == total
+            return not any(gauges) and now.slots_held == now.slots_quarantined == 0
 
-        eventually(at_rest, f"all gauges return to 0 and all slots are free: {self.statistics}")
+        eventually(at_rest, lambda: f"all gauges return to 0 and all slots are free: {self.statistics}")
 
     @property
     def slots(self) -> int:

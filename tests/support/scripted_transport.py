@@ -164,10 +164,10 @@ class ScriptedConnection:
                     tasks.cancel_scope.cancel()
         if failure:
             raise failure[0]
-        if replies:
-            reply: R = replies[0]
-            return reply
-        raise RequestTimeout("no answer") if self.alive else ConnectionLost("closed")
+        if not replies:
+            raise ConnectionLost("closed") if self.closed.is_set() else RequestTimeout("no answer")
+        reply: R = replies[0]
+        return reply
 
     async def fence(self, deadline: Deadline) -> None:
         await self.aclose()

@@ -82,17 +82,27 @@ def test_the_smallest_yaml_and_the_defaults(load: Callable[..., ServerConfig]) -
 def test_everything_that_can_be_set(load: Callable[..., ServerConfig]) -> None:
     config = load(
         {
-            "network": {"address": "[::1]:7", "admin_address": "127.0.0.1:8"},
+            "network": {"address": "[::1]:7"},
             "memory": {"max_size": "1.5 GiB", "block_size": "64 KiB", "hugepages": "on"},
-            "storage": {"eviction": {"high_watermark": 0.8, "low_watermark": 0.5}},
-            "rdma": {"devices": ["mlx5_0"], "gid_index": 3, "mtu": 4096},
             "limits": {"max_frame_bytes": "8 MB", "max_sessions": 3},
         }
     )
-    assert (config.network.address, config.network.admin) == (RailAddress("::1", 7), RailAddress("127.0.0.1", 8))
+    assert config.network.address == RailAddress("::1", 7)
     assert (config.memory.max_size, config.memory.block_size) == (3 * 512 * MIB, 65536)
-    assert (config.rdma.devices, config.rdma.gid_index, config.rdma.mtu) == (("mlx5_0",), 3, 4096)
     assert (config.limits.max_frame_bytes, config.limits.max_sessions) == (8_000_000, 3)
+
+
+def test_what_the_model_knows_beyond_this_version() -> None:
+    config = ServerConfig.model_validate(
+        {
+            "network": {"address": "[::1]:7", "admin_address": "127.0.0.1:8", "auth_key": KEY},
+            "memory": {"max_size": "64 MiB"},
+            "storage": {"eviction": {"high_watermark": 0.8, "low_watermark": 0.5}},
+            "rdma": {"devices": ["mlx5_0"], "gid_index": 3, "mtu": 4096},
+        }
+    )
+    assert config.network.admin == RailAddress("127.0.0.1", 8)
+    assert (config.rdma.devices, config.rdma.gid_index, config.rdma.mtu) == (("mlx5_0",), 3, 4096)
 
 
 def test_unquoted_on_and_off_and_empty_sections(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import anyio
 from anyio.abc import TaskGroup
 
+from memkv_vllm.config import ServerConfig
 from memkv_vllm.errors import EnvironmentFault
 from memkv_vllm.protocol.messages import Register
 from memkv_vllm.protocol.session import Established
@@ -82,6 +83,21 @@ class LoopbackServerTransport:
         self._max_region_bytes = max_region_bytes
         self._faults = faults
         self._sessions = LiveSessions()
+
+    @classmethod
+    def from_config(
+        cls, config: ServerConfig, *, port: int | None = None, faults: FaultPlan | None = None
+    ) -> LoopbackServerTransport:
+        """With the bounds of ``config.limits``, on its port unless ``port`` says another."""
+        limits = config.limits
+        return cls(
+            config.network.address.port if port is None else port,
+            copy_threads=limits.copy_threads,
+            handshake_timeout_s=limits.handshake_timeout_s,
+            max_regions=limits.max_regions_per_session,
+            max_region_bytes=limits.max_region_bytes,
+            faults=faults,
+        )
 
     async def serve(
         self, handler: SessionHandler, memory: HostMemory, *, task_status: Any = anyio.TASK_STATUS_IGNORED
