@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -9,10 +10,10 @@ import click
 import pytest
 
 from memkv_vllm.cli import main
-from memkv_vllm.config import ENVIRONMENT, DirectConfig
+from memkv_vllm.config import ENVIRONMENT, DirectConfig, load_server_config, parse_extra_config
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md")])
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
@@ -59,6 +60,24 @@ def test_settings_exist(page: Path) -> None:
 def test_named_files_exist(page: Path) -> None:
     for name in re.findall(r"`((?:memkv_vllm|tests|docs|scripts)/[\w./]+\.\w+)`", page.read_text(encoding="utf-8")):
         assert (ROOT / name).exists(), name
+
+
+def test_the_server_yaml_of_the_operator_page_loads(tmp_path: Path) -> None:
+    (yaml,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/operator.md").read_text(encoding="utf-8"), re.DOTALL)
+    key = tmp_path / "key"
+    key.write_text("ab" * 32)
+    key.chmod(0o600)
+    config = tmp_path / "server.yaml"
+    config.write_text(yaml.replace("/etc/memkv/key", str(key)))
+    assert load_server_config(config).memory.max_size == 64 << 30
+
+
+@every_page
+def test_vllm_arguments_are_json_with_the_recompute_policy(page: Path) -> None:
+    for text in re.findall(r"--kv-transfer-config '([^']+)'", page.read_text(encoding="utf-8")):
+        config = json.loads(text)
+        assert config["kv_load_failure_policy"] == "recompute"
+        parse_extra_config(config["kv_connector_extra_config"])
 
 
 def test_every_page_is_in_the_readme() -> None:
