@@ -168,7 +168,7 @@ class Engine:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         connector: Any = get_kv_transfer_group()
-        lost: dict[str, int] = connector.connector_worker.worker._engine.statistics().lost
+        lost: dict[str, int] = connector.connector_worker.worker.statistics().lost
         return {reason: count for reason, count in lost.items() if count}
 
 

@@ -165,6 +165,10 @@ class MemKVOffloadingWorker(compat.OffloadingWorker):
             transfer_time=job.elapsed_s if moved else None,
         )
 
+    def statistics(self) -> EngineStatistics:
+        """The engine's counters and gauges: what was moved, and what was lost by reason."""
+        return self._engine.statistics()
+
     def take_load_errors(self) -> set[int]:
         """GPU block ids that the loads reported since the last call did not fill. Called by the connector's hook."""
         errors, self._load_errors = self._load_errors, set()

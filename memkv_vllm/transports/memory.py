@@ -73,7 +73,7 @@ class HostMemory:
                 if hugepages == "on":
                     raise EnvironmentFault(
                         f"cannot make {length / 2**20:.1f} MiB of reserved hugepages for {name}: {error}; "
-                        f"reserve them (sysctl vm.nr_hugepages), or do not ask for hugepages"
+                        f"reserve them (sysctl vm.nr_hugepages; whole pages only) or set memory.hugepages: auto"
                     ) from error
         try:
             memory = cls._create(name, length, 0)

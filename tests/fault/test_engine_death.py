@@ -164,6 +164,20 @@ def test_when_the_loop_dies_every_job_ends_with_its_load_blocks_bad(
         assert sum("event=loop_died" in record.getMessage() for record in caplog.records) == 1
 
 
+def test_what_had_arrived_before_the_loop_died_stays_good(tmp_path: Path) -> None:
+    with Cluster(tmp_path, ("a", "b")) as two, rank(two.settings()) as one:
+        numbers = range(10)
+        one.ready(2).stored(numbers)
+        silent = two.servers["b"].faults.add(Operation.REQUEST, NoReply(), type=MessageType.GET)
+        job = one.load(numbers)
+        at_a, at_b = two.owned_by("a", numbers), two.owned_by("b", numbers)
+        eventually(lambda: silent.fired and len(one.mover.scattered) == len(at_a), "one server has answered")
+        kill_loop(one)
+        result = one.result(job)
+        assert result.bad_block_ids == tuple(one.half + number for number in at_b)
+        assert one.wrong(result, numbers) == []
+
+
 def later_is_lost_at_once(one: Rank) -> None:
     """What comes after the engine's end is answered without it."""
     eventually(lambda: not one.engine._thread.alive, "the thread ends")

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from memkv_vllm.engine.client import ClusterSettings
+from memkv_vllm.protocol.frame import MessageType
+from memkv_vllm.transports.faults import NoReply, Operation
 from tests.support.ranks import Cluster, Held, cluster_settings, eventually, lookups, rank, staging_plan
 from tests.support.store_process import StoreProcess
 
@@ -45,6 +47,20 @@ def test_an_idle_engine_sleeps(cluster: Cluster) -> None:
         time.sleep(1.0)
         after = [wake_ups(name) for name in threads]
         assert [late - early for early, late in zip(before, after, strict=True)] == [0, 0]
+
+
+def test_an_engine_that_waits_for_a_server_sleeps(cluster: Cluster) -> None:
+    """Open jobs, with their deadlines far away, wake nobody."""
+    with rank(cluster.settings(op_timeout_s=600), wait_timeout_s=600) as one:
+        one.ready().stored(range(20))
+        cluster.only.faults.add(Operation.REQUEST, NoReply(), type=MessageType.GET)
+        one.load(range(20))
+        one.store(range(20, 25))
+        eventually(lambda: one.statistics.slots_free == 0, "every slot waits for the server")
+        time.sleep(0.2)
+        before = wake_ups("memkv-rank0")
+        time.sleep(0.5)
+        assert wake_ups("memkv-rank0") == before
 
 
 def test_an_engine_without_a_server_hardly_wakes(tmp_path: Path) -> None:

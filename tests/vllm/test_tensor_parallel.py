@@ -9,6 +9,7 @@ import pytest
 from tests.vllm.conftest import Scenario
 from tests.vllm.scripts.common import BLOCK_TOKENS, StoreProcess, answers_from, full_blocks
 from tests.vllm.scripts.reference import PROMPTS
+from tests.vllm.scripts.tensor_parallel import BLOCK_BYTES
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -36,8 +37,9 @@ def both(run_script: Scenario, reference: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_every_rank_stores_every_block(both: dict[str, Any]) -> None:
+    assert both["settled"]
     assert both["store"]["table"]["complete"] == 2 * 3 * BLOCKS
-    assert both["store"]["counters"]["put_bytes"] == 3 * BLOCKS * 131_072
+    assert both["store"]["counters"]["put_bytes"] == 3 * BLOCKS * BLOCK_BYTES
 
 
 def test_scheduler_and_ranks_agree_on_the_namespace(both: dict[str, Any]) -> None:
