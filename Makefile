@@ -5,7 +5,7 @@
 
 VENV ?= .venv
 BIN := $(VENV)/bin
-export MEMKV_VENV := $(VENV)
+export VENV
 
 help:  ## list these targets
 	@awk -F':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)

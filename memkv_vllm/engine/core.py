@@ -417,11 +417,12 @@ class EngineCore:
     def statistics(self) -> EngineStatistics:
         """A snapshot; may be called from another thread (every read is of one object)."""
         queued, slots, counts = self.schedule.statistics(), self._pool.statistics(), self.counts
+        answered = counts["answered"]  # before those posted, so that the difference is never below zero
         return EngineStatistics(
             queued_load_blocks=queued.queued_load_blocks,
             queued_store_blocks=queued.queued_store_blocks,
             queued_store_bytes=queued.queued_store_bytes,
-            inflight_requests=counts["posted"] - counts["answered"],
+            inflight_requests=counts["posted"] - answered,
             slots_free=slots.free,
             slots_held=slots.held,
             slots_quarantined=slots.quarantined,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -28,7 +28,7 @@ from memkv_vllm.engine.link import ServerLink
 from memkv_vllm.engine.schedule import BlockTask
 from memkv_vllm.engine.staging import Slot
 from memkv_vllm.engine.verify import should_verify, verify
-from memkv_vllm.errors import LocalProtocolError, MemkvError, RequestTimeout, StoreError
+from memkv_vllm.errors import LocalProtocolError, MemkvError, StoreError
 from memkv_vllm.protocol.checksum import ChecksumAlgorithm, digest
 from memkv_vllm.protocol.messages import BadValue, Get, GetItem, GetResult, Put, PutItem, ReportBad, Request
 from memkv_vllm.types import Deadline, Direction, Extent, LossReason, Status
@@ -155,13 +155,11 @@ class Lane:
             for task, slot, checksum in zip(part.tasks, part.slots, part.checksums, strict=True)
         ]
         request = Put(items, ChecksumAlgorithm.XXH3_64_TREE_1M, _server_ms(deadline))
-        holder = part.link.holder
-        statuses = await self._request(part, request, deadline)
+        statuses = await self._request(part, request, deadline, lambda statuses: statuses.count(Status.TIMEOUT))
         if statuses is None:
             return
         # A server that gave up may go on reading, but it commits nothing of it: the slots are free all the same.
         core.release_slots(part.slots)
-        self._heed(part.link, holder, statuses)
         for task, slot, status in zip(part.tasks, part.slots, statuses, strict=True):
             if status is Status.OK:
                 core.finish(task, None, slot.length)
@@ -181,7 +179,12 @@ class Lane:
             for task, slot in zip(part.tasks, part.slots, strict=True)
         ]
         holder = part.link.holder
-        results = await self._request(part, Get(items, _server_ms(deadline)), deadline)
+        results = await self._request(
+            part,
+            Get(items, _server_ms(deadline)),
+            deadline,
+            lambda results: sum(result.status is Status.TIMEOUT for result in results),
+        )
         if results is None:
             return
         landings = self._sort_out(part, results, holder)
@@ -208,7 +211,6 @@ class Lane:
         if late:
             # The server gave up on these, but their bytes may still land: only a fence ends that.
             core.quarantine(late, holder)
-        self._heed(part.link, holder, [result.status for result in results])
         return landings
 
     def _wanted(self, task: BlockTask) -> list[BlockTask]:
@@ -280,7 +282,9 @@ class Lane:
 
     # -- both
 
-    async def _request(self, part: _Part, request: Request[R], deadline: Deadline) -> R | None:
+    async def _request(
+        self, part: _Part, request: Request[R], deadline: Deadline, gave_up: Callable[[R], int]
+    ) -> R | None:
         """Post; on failure ends the tasks, deals with the slots and returns None."""
         core, link, holder = self._core, part.link, part.link.holder
         if not link.connected:
@@ -290,7 +294,7 @@ class Lane:
         core.inflight.posted(holder, part.slots)
         core.counts["posted"] += 1
         try:
-            reply = await link.request(request, deadline, names_memory=True)
+            reply = await link.request(request, deadline, names_memory=True, gave_up=gave_up)
         except (StoreError, LocalProtocolError) as error:
             logger.warning("event=refused server=%s values=%d reason=%r", link.name, len(part.tasks), str(error))
             core.inflight.settled(holder, part.slots)
@@ -308,12 +312,6 @@ class Lane:
             self._lose_all(part.tasks, LossReason.BREAKER)
             return None
         return reply
-
-    @staticmethod
-    def _heed(link: ServerLink, holder: Holder, statuses: Sequence[Status]) -> None:
-        """A server that gave up on a transfer moves nothing more over that connection: make a new one."""
-        if count := statuses.count(Status.TIMEOUT):
-            link.condemn(holder, RequestTimeout(f"server {link.name} gave up on {count} transfers"))
 
     def _finish_all(self, tasks: Sequence[BlockTask], reason: LossReason) -> None:
         for task in tasks:

@@ -28,6 +28,7 @@ from memkv_vllm.engine.inflight import Holder
 from memkv_vllm.errors import (
     ConnectError,
     ConnectionLost,
+    FenceTimeout,
     MemkvError,
     RemoteProtocolError,
     RequestTimeout,
@@ -48,6 +49,9 @@ RECONNECT_MAX_S = 2.0
 
 FENCE_TRY_S = 5.0
 """One attempt to fence; a condemned connection is tried again and again until it is fenced."""
+
+MAX_UNFENCED = 16
+"""Connections to one server that may wait for their fence; with so many its data path is broken."""
 
 
 class LinkSettings(NamedTuple):
@@ -173,7 +177,14 @@ class ServerLink:
 
     # -- requests
 
-    async def request(self, request: Request[R], deadline: Deadline, *, names_memory: bool = False) -> R:
+    async def request(
+        self,
+        request: Request[R],
+        deadline: Deadline,
+        *,
+        names_memory: bool = False,
+        gave_up: Callable[[R], int] = lambda _: 0,
+    ) -> R:
         """Send a request on the current connection.
 
         Args:
@@ -181,6 +192,8 @@ class ServerLink:
             deadline: when to give up.
             names_memory: whether it names staging extents. If so, a missed deadline condemns the connection: the
                 server may still move bytes. Otherwise it only counts against the server.
+            gave_up: how many of a reply's transfers the server gave up on. It moves nothing more over such a
+                connection, which is condemned; the reply is returned all the same.
 
         Raises:
             ConnectError: not connected; nothing was sent.
@@ -195,27 +208,26 @@ class ServerLink:
         try:
             reply = await ready.connection.request(request, deadline)
         except (RequestTimeout, ConnectionLost, RemoteProtocolError) as error:
-            if self._ready is ready:
-                # However many requests end with a connection, it is one failure of the server.
-                self._breaker.failed(time.monotonic())
-            ready.owes |= names_memory
-            if names_memory or not ready.connection.alive or self._breaker.state is BreakerState.OPEN:
-                self._condemn(ready, error)
+            self._failed(ready, error, names_memory)
             raise
         except StoreError:
             self._breaker.succeeded(time.monotonic())
             raise
         finally:
             ready.end()
-        self._breaker.succeeded(time.monotonic())
+        if count := gave_up(reply):
+            self._failed(ready, RequestTimeout(f"server {self.name} gave up on {count} transfers"), names_memory)
+        else:
+            self._breaker.succeeded(time.monotonic())
         return reply
 
-    def condemn(self, holder: Holder, error: MemkvError) -> None:
-        """Give up a connection: a reply that came over it said that bytes may still move."""
-        generation = self._unfenced.get(holder)
-        if generation is not None:
-            generation.owes = True
-            self._condemn(generation, error)
+    def _failed(self, ready: _Generation, error: MemkvError, names_memory: bool) -> None:
+        if self._ready is ready:
+            # However many requests end with a connection, it is one failure of the server.
+            self._breaker.failed(time.monotonic())
+        ready.owes |= names_memory
+        if names_memory or not ready.connection.alive or self._breaker.state is BreakerState.OPEN:
+            self._condemn(ready, error)
 
     async def register(self, region: Region) -> None:
         """Register a further region on the ready connection, which is condemned if that fails."""
@@ -241,6 +253,9 @@ class ServerLink:
 
     async def _connect(self) -> ClientConnection | None:
         settings = self._settings
+        if len(self._unfenced) >= MAX_UNFENCED:
+            self._problem(FenceTimeout(f"{MAX_UNFENCED} of its connections are not fenced; no other is made before"))
+            return None
         deadline = self._deadline(settings.connect_timeout_s)
         try:
             return await self._transport.connect(self._host, self._port, settings.credentials, settings.kind, deadline)

@@ -157,9 +157,10 @@ def never_decreased(before: EngineStatistics, after: EngineStatistics) -> bool:
 @pytest.mark.parametrize("seed", range(4))
 def test_random_jobs_over_servers_that_break(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
-    with Cluster(tmp_path, ("a", "b")) as cluster:
+    with Cluster(tmp_path, ("a", "b"), max_size="16MiB") as cluster:
         settings = cluster.settings(op_timeout_s=0.25, connect_timeout_s=1.0)
-        plan = staging_plan(12, lanes=2, split=seed % 2 == 1)
+        # Small values are copied on the server's loop, large ones by its threads.
+        plan = staging_plan(12, value=VALUE if seed < 2 else 128 << 10, lanes=2, split=seed % 2 == 1)
         with rank(settings, blocks=BLOCKS // 2, plan=plan, wait_timeout_s=3.0) as one:
             one.ready(2)
             player = Player(one, rng)
@@ -193,7 +194,7 @@ def test_random_jobs_over_servers_that_break(tmp_path: Path, seed: int) -> None:
             for result in player.ended.values():
                 expected.update({f"{result.direction.value}_{reason.value}": n for reason, n in result.lost.items()})
             assert counted == dict(expected)
-            assert LossReason.ENGINE not in lost and VALUE == one.mover.value_bytes
+            assert LossReason.ENGINE not in lost
 
 
 def test_cancelled_at_random_points_nothing_is_left(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_make_targets_exist(page: Path) -> None:
 def test_settings_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     variables = {variable.name for variable in ENVIRONMENT}
-    assert set(re.findall(r"\bMEMKV_[A-Z_]*[A-Z]\b", text)) <= variables | {"MEMKV_VENV"}
+    assert set(re.findall(r"\bMEMKV_[A-Z_]*[A-Z]\b", text)) <= variables
     fields = {f"memkv_{name}" for name in DirectConfig.model_fields}
     ours = {"memkv_vllm", "memkv_loopback", "memkv_loopback_factory"}
     named = set(re.findall(r"(?<![:\w])memkv_[a-z_]*[a-z]\b", text))

@@ -164,9 +164,9 @@ class World:
         await until(lambda: self.link.connected and len(self.connections) >= number)
         return self.now
 
-    async def ask(self, *, names_memory: bool = True) -> Any:
+    async def ask(self, *, names_memory: bool = True, gave_up: Callable[[Any], int] = lambda _: 0) -> Any:
         """A request."""
-        return await self.link.request(Ping(), soon(), names_memory=names_memory)
+        return await self.link.request(Ping(), soon(), names_memory=names_memory, gave_up=gave_up)
 
 
 def soon() -> Deadline:
@@ -428,24 +428,55 @@ async def test_the_reason_is_logged_once(caplog: pytest.LogCaptureFixture) -> No
     assert len(lines) == 1 and "the server did not answer" in lines[0]
 
 
-# ------------------------------------------------------------------------------------------------ condemned from above
+# ------------------------------------------------------------------------------------------------ given up
 
 
-async def test_the_owner_may_condemn_the_connection_that_a_reply_came_over() -> None:
+async def test_a_reply_that_says_the_server_gave_up_condemns_its_connection() -> None:
     async with running(unfenced={1}) as world:
         connection = await world.ready()
-        old = world.link.holder
-        world.link.condemn(old, RequestTimeout("gave up"))
-        assert not world.link.connected
+        connection.replies = ["late"]
+        assert await world.ask(gave_up=lambda reply: reply == "late") == "late"
+        assert not world.link.connected, "at once"
         await world.ready(2)
         assert not connection.alive
-        world.link.condemn(old, RequestTimeout("gave up"))
-        world.link.condemn(Holder("a", 99), RequestTimeout("gave up"))
-        assert world.link.connected, "an older generation's reply changes nothing"
         await until(lambda: connection.fence_tries > 3)
         assert world.fenced == []
         world.unfenced.clear()
-        await until(lambda: world.fenced == [old])
+        await until(lambda: world.fenced == [Holder("a", 1)])
+
+
+async def test_a_reply_of_an_older_generation_changes_nothing_but_that_it_owes() -> None:
+    gate = anyio.Event()
+
+    async def late() -> str:
+        await gate.wait()
+        return "late"
+
+    async with running(unfenced={1}) as world:
+        connection = await world.ready()
+        connection.replies = [late]
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(lambda: world.ask(gave_up=lambda _: 1))
+            await until(lambda: not connection.replies)
+            connection.cut()
+            await world.ready(2)
+            gate.set()
+        assert world.link.connected and world.link.holder.generation == 2
+        await until(lambda: connection.fence_tries > 3)
+        assert world.fenced == [], "its slots wait"
+
+
+async def test_a_server_that_gives_up_again_and_again_opens_the_breaker() -> None:
+    """Its control path answers, its data path hangs: loads must not go on paying for that."""
+    async with running() as world:
+        for number in range(1, 4):
+            connection = await world.ready(number)
+            connection.replies = ["pong", "late"] if number == 1 else ["late"]
+            if number == 1:
+                await world.ask()
+            await world.ask(gave_up=lambda _: 1)
+        await world.ready(4)
+        assert not world.link.available(time.monotonic())
 
 
 # ------------------------------------------------------------------------------------------------ fencing
@@ -528,3 +559,19 @@ async def test_a_connection_that_owes_nothing_is_not_fenced_for_ever() -> None:
         await until(lambda: not [holder for holder in world.link._unfenced if holder.generation < 7])
         assert [old.fence_tries for old in world.connections[:6]] == [1] * 6
         assert world.fenced == []
+
+
+async def test_connections_that_wait_for_their_fence_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    """A server whose fence never ends is not connected to for ever; once one is fenced, it is again."""
+    most = link_module.MAX_UNFENCED
+    async with running(unfenced=set(range(1000))) as world:
+        for number in range(1, most + 1):
+            connection = await world.ready(number)
+            connection.replies = [RequestTimeout("late")]
+            with pytest.raises(RequestTimeout):
+                await world.ask()
+        await until(lambda: any("not fenced" in record.getMessage() for record in caplog.records))
+        assert len(world.connections) == world.connects == most
+        world.unfenced.remove(3)
+        await world.ready(most + 1)
+        assert world.fenced == [Holder("a", 3)]

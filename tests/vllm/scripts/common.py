@@ -82,6 +82,8 @@ def make_engine(
             "spec_name": "MemKVOffloadingSpec",
             "spec_module_path": "memkv_vllm.spec",
             "memkv_scratch_mb_per_thread": 4,
+            # Answers are compared here, not times: a busy machine must not turn a hit into a miss.
+            "memkv_lookup_timeout_s": 10,
         }
         options["kv_transfer_config"] = connector | {"kv_connector_extra_config": spec | extra}
     return LLM(
