@@ -1,10 +1,12 @@
 """Tables of benchmark rows: medians over the rounds with their spread, and the ratio to memcpy of the same round.
 
-``python -m benchmarks.report FILE...``; rows of other systems in the same files stand beside ours.
+``python -m benchmarks.report FILE...``; rows of other systems in the same files stand beside ours. With ``--medians``
+it prints one row per case in place of the tables: what is small enough to keep (``benchmarks/results``).
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,10 +14,12 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from benchmarks.rows import Row, read_rows
+from benchmarks.rows import Row, read_rows, write_row
 
 BASELINE = "limit-memcpy-memfd"
 NOTHING = "-"
+CASE_FIELDS = ("peer", "op", "value_bytes", "batch", "concurrency", "verify")
+"""What rows of one case share, whatever their round."""
 
 Table = list[list[str]]
 
@@ -156,10 +160,39 @@ def report(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def main(paths: Sequence[str]) -> None:
-    """Print the report of some files."""
-    rows = [row for path in paths for row in read_rows(Path(path).read_text().splitlines())]
-    print(report(rows))
+def medians(rows: Sequence[Row]) -> list[dict[str, object]]:
+    """One row per case, in order: the median of every figure over the rounds, and how far the rate went both ways.
+
+    ``rounds`` counts them in place of ``round``; ``x_memcpy`` is the median of the ratios, round by round.
+    """
+    groups = group(rows)
+    made = []
+    for key in sorted(groups):
+        same = groups[key]
+        row: dict[str, object] = {name: same[0][name] for name in CASE_FIELDS if name in same[0]}
+        for name in same[0]:
+            if name not in (*CASE_FIELDS, "round"):
+                values = figures(same, name)
+                row[name] = median(values) if values else same[0][name]
+        ratio, rates = ratios(groups, key), figures(same, "gbps")
+        row |= {"gbps_min": min(rates, default=None), "gbps_max": max(rates, default=None), "rounds": len(same)}
+        row["x_memcpy"] = None if ratio is None or key.peer == BASELINE else round(ratio.median, 3)
+        made.append(row)
+    return made
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print the report, or the medians, of some files."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
+    parser.add_argument("--medians", action="store_true", help="rows in place of tables")
+    parser.add_argument("paths", nargs="+", metavar="FILE")
+    options = parser.parse_args(arguments)
+    rows = [row for path in options.paths for row in read_rows(Path(path).read_text().splitlines())]
+    if not options.medians:
+        print(report(rows))
+        return
+    for row in medians(rows):
+        write_row(row, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -46,6 +46,9 @@ class NamespaceManifest:
     revision: str
     weights: str
     """Cheap fingerprint of the weights: commit id, or a digest over config, shard names, sizes and headers."""
+    model_config: str
+    """Digest of what turns weights and tokens into KV bytes and is in no block hash: the model's configuration with
+    all overrides (rope, sliding window ...), quantization, the dtype of the computation."""
     kv_dtype: str
     tokens_per_block: tuple[int, ...]
     """Per KV cache group."""

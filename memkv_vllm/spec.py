@@ -62,6 +62,9 @@ class MemKVOffloadingSpec(compat.OffloadingSpec):
         for advice in (self._policy_advice, self._facts.seed_advice()):
             if advice:
                 logger.warning("event=start_advice %s", advice)
+        unused = self._client.unused_with(self._client.transport_for("direct"))
+        if unused:
+            logger.warning("event=unused_settings given, but nothing here reads them: %s", "; ".join(unused))
         direct = self._direct
         prober = Prober(
             cluster=self._cluster,

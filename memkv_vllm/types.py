@@ -83,6 +83,8 @@ class Status(IntEnum):
     """The transfer did not end by its deadline; for a put nothing was committed."""
     FAILED = 12
     """The transfer ended with an error; for a put nothing was committed."""
+    BUSY = 13
+    """The server had no turn for it by the deadline: nothing was moved, and nothing will be."""
 
 
 class LossReason(str, Enum):
@@ -116,9 +118,8 @@ class MissReason(str, Enum):
     """Why a lookup answered miss."""
 
     ABSENT = "absent"
+    """Not every rank's shard exists."""
     TIMEOUT = "timeout"
     BREAKER = "breaker"
     RETRIED = "retried"
     """The same request already tried to load this key once; a second try could loop for ever."""
-    PARTIAL = "partial"
-    """Some ranks' shards exist, not all."""

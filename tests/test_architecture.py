@@ -341,6 +341,7 @@ def test_the_environment_is_read_in_one_place(module: Module) -> None:
 
 @every_module
 def test_forbidden_calls(module: Module) -> None:
+    """P091, P093: no pickle or its like, and nothing that makes code of bytes."""
     problems = []
     for imported in module.imports():
         top = imported.target.split(".")[0]
@@ -486,6 +487,7 @@ def test_importing_touches_nothing(name: str) -> None:
 
 @pytest.mark.timeout(90)
 def test_all_but_the_vllm_side_imports_without_vllm() -> None:
+    """P088: nor does it need pyverbs; ``tests/integration/test_no_surprises.py`` runs it so."""
     seen = probe("".join(f"import {name}\n" for name in WITHOUT_VLLM))
     assert seen["events"] == []
     assert seen["loggers"] == []

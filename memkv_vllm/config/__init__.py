@@ -14,7 +14,13 @@ from memkv_vllm.config.client import (
     load_client_config,
     python_hash_seed,
 )
-from memkv_vllm.config.extra import DirectConfig, TierConfig, parse_extra_config, parse_tier_entry
+from memkv_vllm.config.extra import (
+    DirectConfig,
+    TierConfig,
+    parse_extra_config,
+    parse_tier_entry,
+    shown_extra_config,
+)
 from memkv_vllm.config.fields import RailAddress, ServerAddress, format_size, parse_auth_key, parse_servers, parse_size
 from memkv_vllm.config.server import (
     DEFAULT_KEY_ID,
@@ -50,6 +56,7 @@ __all__ = [
     "TierConfig",
     "parse_extra_config",
     "parse_tier_entry",
+    "shown_extra_config",
     # server
     "DEFAULT_KEY_ID",
     "Drive",

@@ -95,6 +95,34 @@ class ClientConfig(RoceKnobs):
             raise ConfigError(_SOURCE, [_not_in_direct_mode(self.transport).line()])
         return self.transport
 
+    def unused_with(self, transport: TransportName) -> tuple[str, ...]:
+        """Settings that are given and that nothing reads where ``transport`` runs: each with the reason.
+
+        Not errors: one yaml may be shared with hosts that run another transport. Names only, no values.
+        """
+        given = [name for name in type(self).model_fields if name in self.model_fields_set]
+        reasons = {name: _why_unused(name, transport) for name in given if getattr(self, name) not in (None, ())}
+        unused = [f"{name} ({reason})" for name, reason in reasons.items() if reason]
+        several = [server.name for server in self.servers if len(server.rails) > 1]
+        if several:
+            what = f"rails of {', '.join(several)} after the first"
+            unused.append(f"servers: {what} (this version uses one rail per server)")
+        return tuple(unused)
+
+
+_VERBS_ONLY = ("rdma_devices", *RoceKnobs.model_fields)
+
+
+def _why_unused(name: str, transport: TransportName) -> str:
+    """Why nothing reads the setting ``name`` with ``transport``; empty when something does."""
+    if name == "license":
+        return "no server of this version asks for one"
+    if name == "num_connections" and transport not in (TransportName.TCP, TransportName.AUTO):
+        return f"for tcp only; transport is {transport.value}"
+    if name in _VERBS_ONLY and transport not in (TransportName.VERBS, TransportName.AUTO):
+        return f"for verbs only; transport is {transport.value}"
+    return ""
+
 
 def _not_in_direct_mode(transport: TransportName) -> Problem:
     why = "may turn to TCP" if transport is TransportName.AUTO else "is TCP"

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, fie
 
 from memkv_vllm.config.client import ClientConfig
 from memkv_vllm.config.fields import Count, Kind, Seconds, SecondsOrOff, Settings, Whole
-from memkv_vllm.config.problems import Problem, Reject, did_you_mean, problems_of
+from memkv_vllm.config.problems import Problem, Reject, did_you_mean, problems_of, redact
 from memkv_vllm.errors import ConfigError
 from memkv_vllm.types import VerifyMode
 
@@ -21,6 +21,8 @@ logger = logging.getLogger("memkv.config")
 EXTRA_CONFIG_SOURCE = "kv_connector_extra_config"
 TIER_SOURCE = "memkv tier entry"
 PREFIX = "memkv_"
+VLLM_KEYS = ("spec_name", "spec_module_path", "offload_prompt_only", "self_describing_kv_events")
+"""Keys of vLLM's own in ``kv_connector_extra_config`` that are right beside ours and hold no secret."""
 
 Lanes = Annotated[Whole, Field(ge=0, le=64)]
 Threads = Annotated[Count, Field(le=64)]
@@ -174,7 +176,8 @@ def parse_extra_config(mapping: Mapping[str, Any]) -> DirectConfig:
     """Our part of vLLM's ``kv_connector_extra_config``.
 
     Raises:
-        ConfigError: With every problem; unknown ``memkv_*`` keys are problems, vLLM's own keys are not looked at
+        ConfigError: With every problem; unknown ``memkv_*`` keys are problems, and so are names of connection
+            settings, with and without the prefix, whose values are never shown. vLLM's own keys are not looked at
             except ``block_size`` and ``blocks_per_chunk``.
     """
     if not isinstance(mapping, Mapping):
@@ -182,8 +185,9 @@ def parse_extra_config(mapping: Mapping[str, Any]) -> DirectConfig:
     problems = _block_problems(mapping)
     ours: dict[str, Any] = {}
     for key, value in mapping.items():
-        name = str(key).lower().removeprefix(PREFIX)
-        if name in ClientConfig.model_fields and str(key).lower().startswith(PREFIX):
+        # With our prefix or bare: nobody would read it, and vLLM's own log would show a key.
+        name = str(key).lower().replace("-", "_").removeprefix(PREFIX)
+        if name in ClientConfig.model_fields:
             problems.append(_connection_setting(str(key), name))
         elif str(key).startswith(PREFIX):
             ours[str(key).removeprefix(PREFIX)] = value
@@ -192,6 +196,21 @@ def parse_extra_config(mapping: Mapping[str, Any]) -> DirectConfig:
         else:
             _warn_if_near(str(key))
     return _checked(DirectConfig, ours, EXTRA_CONFIG_SOURCE, problems, lambda name: PREFIX + name)
+
+
+def shown_extra_config(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """``mapping`` as it may stand in a log: values of our settings and of vLLM's known keys, all others as ``...``.
+
+    Nothing here is trusted to be checked already; an unknown key may be a secret with its name mistyped.
+    """
+    known = {*VLLM_KEYS, *(PREFIX + name for name in DirectConfig.model_fields)}
+    return {redact(str(key)): _shown_value(value) if key in known else "..." for key, value in mapping.items()}
+
+
+def _shown_value(value: object) -> object:
+    if isinstance(value, str):
+        return redact(value)
+    return value if value is None or isinstance(value, bool | int | float) else "..."
 
 
 def parse_tier_entry(mapping: Mapping[str, Any]) -> TierConfig:

@@ -37,6 +37,9 @@ from memkv_vllm.types import Direction, LossReason, MemoryKind, VerifyMode
 
 logger = logging.getLogger("memkv.engine")
 
+START_MARGIN = 0.1
+"""Share of a job's time (but no more than half of ``op_timeout_s``) that a transfer must have left to be started."""
+
 SHARD_BYTES = 2
 """The shard's suffix of a store key; what stands before it is hashed by placement."""
 
@@ -113,6 +116,7 @@ class EngineCore:
         self.verify_turns = itertools.count()
         """Numbers the loaded values, so that ``sampled`` reaches each of them in time. Any thread may take the next."""
         self.schedule = Schedule(settings.max_store_backlog_bytes, settings.max_queued_blocks)
+        self._start_margin_s = min(START_MARGIN * settings.wait_timeout_s, cluster.op_timeout_s / 2)
         self.inflight = InFlight()
         self.client = ClusterClient(
             cluster,
@@ -243,19 +247,25 @@ class EngineCore:
         )
 
     async def _expire(self) -> None:
-        """End tasks past their job's deadline that no lane has taken; the taken ones have deadlines of their own."""
+        """End blocks that no lane has taken when it is too late to start them, and jobs at their deadline."""
         while True:
             now = time.monotonic()
-            next_deadline = min((deadline for _, deadline in self._after.values()), default=None)
-            if next_deadline is None:
+            due = min((self._next_due(deadline, now) for _, deadline in self._after.values()), default=None)
+            if due is None:
                 await self.changed()
                 continue
-            if next_deadline > now:
-                await anyio.sleep(next_deadline - now)
-            self.schedule.expire(time.monotonic())
+            if due > now:
+                await anyio.sleep(due - now)
+            now = time.monotonic()
+            self.schedule.expire(now)
+            self.schedule.end_unstarted(now + self._start_margin_s)
             self.report()
             # A job whose last blocks are in a lane's hands stays past its deadline for a moment.
             await anyio.sleep(0.01)
+
+    def _next_due(self, deadline: float, now: float) -> float:
+        start_by = deadline - self._start_margin_s
+        return start_by if start_by > now else deadline
 
     # -- lanes
 
@@ -269,17 +279,22 @@ class EngineCore:
         await self._event.wait()
 
     def take(self, directions: Sequence[Direction], max_blocks: int) -> Chunk | None:
-        """The next chunk that there is work, room and a server for. Blocks of servers that are down end here."""
+        """The next chunk that there is work, room and a server for. Blocks of servers that are down end here.
+
+        Blocks due within the start margin are left to ``_expire``: a request with next to no time of its own would
+        miss its deadline and cost a healthy connection, which others use too.
+        """
         now = time.monotonic()
+        due = now + self._start_margin_s
         usable: dict[ServerLink, bool] = {}
-        while (direction := self.schedule.next_direction(now, directions)) is not None:
+        while (direction := self.schedule.next_direction(due, directions)) is not None:
             room = min(self._pool.available(direction), max_blocks)
             if room == 0:
                 # For a load at the head there is no room either, but a waited store behind it need not wait for one.
-                if Direction.STORE in directions and self._drop_waited_store(now):
+                if Direction.STORE in directions and self._drop_waited_store(due):
                     continue
                 return None
-            live = self._reachable(self.schedule.take(direction, room, now), usable, now)
+            live = self._reachable(self.schedule.take(direction, room, due), usable, now)
             if live:
                 return Chunk(direction, live, self._pool.try_acquire(direction, len(live)))
         return None
@@ -299,12 +314,12 @@ class EngineCore:
             self.report()
         return live
 
-    def _drop_waited_store(self, now: float) -> bool:
+    def _drop_waited_store(self, due: float) -> bool:
         """vLLM waits for the next store's GPU blocks and no slot is free for them: drop one, never wait for one."""
-        head = self.schedule.head(Direction.STORE, now)
+        head = self.schedule.head(Direction.STORE, due)
         if head is None or not head.waited:
             return False
-        (task,) = self.schedule.take(Direction.STORE, 1, now)
+        (task,) = self.schedule.take(Direction.STORE, 1, due)
         self.finish(task, LossReason.FLUSHED)
         self.report()
         return True
@@ -417,12 +432,11 @@ class EngineCore:
     def statistics(self) -> EngineStatistics:
         """A snapshot; may be called from another thread (every read is of one object)."""
         queued, slots, counts = self.schedule.statistics(), self._pool.statistics(), self.counts
-        answered = counts["answered"]  # before those posted, so that the difference is never below zero
         return EngineStatistics(
             queued_load_blocks=queued.queued_load_blocks,
             queued_store_blocks=queued.queued_store_blocks,
             queued_store_bytes=queued.queued_store_bytes,
-            inflight_requests=counts["posted"] - answered,
+            inflight_requests=-counts["answered"] + counts["posted"],  # read in this order it is never below zero
             slots_free=slots.free,
             slots_held=slots.held,
             slots_quarantined=slots.quarantined,

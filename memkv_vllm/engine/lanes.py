@@ -47,12 +47,14 @@ _LOAD_LOSS = {
     Status.BAD_LENGTH: LossReason.TOO_SHORT,
     Status.BAD_LAYOUT: LossReason.LAYOUT,
     Status.TIMEOUT: LossReason.TIMEOUT,
+    Status.BUSY: LossReason.TIMEOUT,
     Status.DENIED: LossReason.REFUSED,
 }
 _STORE_LOSS = {
     Status.PENDING: LossReason.PENDING,
     Status.BAD_CHECKSUM: LossReason.CHECKSUM,
     Status.TIMEOUT: LossReason.TIMEOUT,
+    Status.BUSY: LossReason.TIMEOUT,
     Status.TOO_LARGE: LossReason.REFUSED,
     Status.NO_SPACE: LossReason.REFUSED,
     Status.DENIED: LossReason.REFUSED,

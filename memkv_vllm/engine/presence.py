@@ -10,6 +10,7 @@ States of a prefix: unknown -> pending -> hit | miss, each with an expiry, after
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
 from enum import Enum
@@ -42,19 +43,30 @@ class PresenceStats(NamedTuple):
     misses: Mapping[MissReason, int]
 
 
+REQUEST_GRACE_S = 10.0
+"""More than any scheduler step takes: within it every block of a request was answered and looked at together."""
+
+
 class _Entry:
-    __slots__ = ("outdated", "reason", "until", "verdict")
+    __slots__ = ("outdated", "reason", "since", "until", "verdict")
 
-    def __init__(self, until: float) -> None:
-        self.pend(until)
+    def __init__(self, now: float, until: float) -> None:
+        self.pend(now, until)
 
-    def pend(self, until: float) -> None:
+    def pend(self, now: float, until: float) -> None:
         """Wait for an answer until ``until``."""
-        self.settle(Verdict.PENDING, until, MissReason.ABSENT)
+        self.settle(Verdict.PENDING, now, until, MissReason.ABSENT)
 
-    def settle(self, verdict: Verdict, until: float, reason: MissReason) -> None:
-        """Trust ``verdict`` until ``until``."""
+    def serves(self, now: float, asked_since: float) -> bool:
+        """Whether an expired answer is still good for a request that began to ask at ``asked_since``."""
+        if self.verdict is Verdict.PENDING or self.reason is MissReason.BREAKER or self.since < asked_since:
+            return False
+        return now < self.until + REQUEST_GRACE_S
+
+    def settle(self, verdict: Verdict, now: float, until: float, reason: MissReason) -> None:
+        """Trust ``verdict``, which is of ``now``, until ``until``."""
         self.verdict = verdict
+        self.since = now
         self.until = until
         self.reason = reason
         self.outdated = False
@@ -96,12 +108,15 @@ class PresenceCache:
         self._misses: Counter[MissReason] = Counter()
         self._evicted = 0
 
-    def lookup(self, prefix: bytes, now: float) -> Verdict:
+    def lookup(self, prefix: bytes, now: float, asked_since: float = math.inf) -> Verdict:
         """Answer one lookup, in constant time and without I/O.
 
         Args:
             prefix: opaque key prefix of a block (namespace, hash, group).
             now: monotonic seconds.
+            asked_since: when the asking request's lookups began. An answer that came since then serves it for
+                ``REQUEST_GRACE_S`` longer than the time to live: otherwise blocks whose answers come in different
+                steps could expire in turn, and the request would wait for ever.
 
         Returns:
             ``PENDING`` for a prefix seen first or anew after its expiry, which is then queued for :meth:`take_probes`;
@@ -112,7 +127,7 @@ class PresenceCache:
             entry = self._admit(prefix, now)
         else:
             self._entries.move_to_end(prefix)
-            if now >= entry.until:
+            if now >= entry.until and not entry.serves(now, asked_since):
                 self._expire(prefix, entry, now)
         self._answers[entry.verdict] += 1
         if entry.verdict is Verdict.MISS:
@@ -136,25 +151,25 @@ class PresenceCache:
             prefix: what was asked.
             present: whether every shard exists.
             now: monotonic seconds.
-            reason: why not, where ``present`` is false (``ABSENT``, ``PARTIAL``).
+            reason: why not, where ``present`` is false.
         """
         entry = self._entries.get(prefix)
         if entry is None:
             return
         if present:
-            entry.settle(Verdict.HIT, now + self._hit_ttl, reason)
+            entry.settle(Verdict.HIT, now, now + self._hit_ttl, reason)
         elif entry.outdated:
             # The key was stored while the probe was under way: its 'absent' may be older than the store.
             self._forget(prefix)
         else:
-            entry.settle(Verdict.MISS, now + self._miss_ttl, reason)
+            entry.settle(Verdict.MISS, now, now + self._miss_ttl, reason)
 
-    def unreachable(self, prefixes: Iterable[bytes], now: float) -> None:
-        """Answer miss for prefixes whose server cannot be asked, for a short time only."""
+    def unreachable(self, prefixes: Iterable[bytes], now: float, reason: MissReason = MissReason.BREAKER) -> None:
+        """Answer miss for prefixes whose server cannot be asked or did not answer, for a short time only."""
         for prefix in prefixes:
             entry = self._entries.get(prefix)
             if entry is not None:
-                entry.settle(Verdict.MISS, now + self._breaker_ttl, MissReason.BREAKER)
+                entry.settle(Verdict.MISS, now, now + self._breaker_ttl, reason)
 
     def stored(self, prefix: bytes) -> None:
         """Note that a store of this block ended: forget a negative answer. It never makes a hit.
@@ -186,7 +201,7 @@ class PresenceCache:
         return PresenceStats(len(self._entries), len(self._probes), hits, pending, self._evicted, dict(self._misses))
 
     def _admit(self, prefix: bytes, now: float) -> _Entry:
-        entry = self._entries[prefix] = _Entry(now + self._lookup_timeout)
+        entry = self._entries[prefix] = _Entry(now, now + self._lookup_timeout)
         self._probes[prefix] = None
         if len(self._entries) > self._max_entries:
             self._forget(next(iter(self._entries)))
@@ -195,9 +210,9 @@ class PresenceCache:
 
     def _expire(self, prefix: bytes, entry: _Entry, now: float) -> None:
         if entry.verdict is Verdict.PENDING:
-            entry.settle(Verdict.MISS, now + self._miss_ttl, MissReason.TIMEOUT)
+            entry.settle(Verdict.MISS, now, now + self._miss_ttl, MissReason.TIMEOUT)
         else:
-            entry.pend(now + self._lookup_timeout)
+            entry.pend(now, now + self._lookup_timeout)
             self._probes[prefix] = None
 
     def _forget(self, prefix: bytes) -> None:
@@ -235,6 +250,10 @@ class RequestGuard:
         self._size += len(known)
         while self._size > self._max_entries:
             self._forget_oldest()
+
+    def tried(self, req_id: str) -> tuple[bytes, ...]:
+        """All blocks that the request tried to load."""
+        return tuple(self._requests.get(req_id, ()))
 
     def seen(self, req_id: str, prefix: bytes) -> bool:
         """Whether the request tried to load this block before: a lookup then answers miss (``RETRIED``)."""

@@ -6,6 +6,7 @@ It has a loop thread of its own and registers no memory. The manager hands over 
 
 from __future__ import annotations
 
+import json
 import logging
 import queue
 import time
@@ -16,6 +17,7 @@ from typing import NamedTuple
 import anyio
 from anyio.abc import TaskGroup
 
+from memkv_vllm.config import RailAddress
 from memkv_vllm.engine.client import ClusterClient, ClusterSettings
 from memkv_vllm.engine.link import ServerLink
 from memkv_vllm.engine.portal import LoopThread
@@ -54,6 +56,8 @@ class ProberStatistics(NamedTuple):
     unreachable: int
     namespace_mismatches: int
     """Namespaces found that were meant to share with ours and cannot."""
+    duplicate_servers: int
+    """Entries of ``servers`` found to reach a server that another entry reaches already."""
 
 
 class Prober:
@@ -87,6 +91,7 @@ class Prober:
         self._counts: Counter[str] = Counter()
         self._warned: set[bytes] = set()
         self._greeted: dict[str, bytes] = {}
+        self._server_ids: dict[str, bytes] = {}
 
     def start(self) -> None:
         """Start the loop thread. Returns at once; servers are connected in the background."""
@@ -121,6 +126,7 @@ class Prober:
             batches=self._counts["batches"],
             unreachable=self._counts["unreachable"],
             namespace_mismatches=self._counts["namespace_mismatches"],
+            duplicate_servers=self._counts["duplicate_servers"],
         )
 
     def close(self) -> None:
@@ -198,6 +204,7 @@ class Prober:
 
     async def _greet(self, link: ServerLink, connection: ClientConnection) -> None:
         """Once per run of a server: put our manifest into its directory and look at the siblings."""
+        self._look_for_duplicates(link, connection.established.server.server_id)
         boot_id = connection.established.server.boot_id
         if self._greeted.get(link.name) == boot_id:
             return
@@ -217,6 +224,27 @@ class Prober:
         self._greeted[link.name] = boot_id
         for sibling in siblings:
             self._compare(link, sibling)
+
+    def _look_for_duplicates(self, link: ServerLink, server_id: bytes) -> None:
+        """Say so when two entries of ``servers`` reach one server: once per entry and server."""
+        if self._server_ids.get(link.name) == server_id:
+            return
+        self._server_ids[link.name] = server_id
+        same = [server for server in self._cluster.servers if self._server_ids.get(server.name) == server_id]
+        if len(same) < 2:
+            return
+        self._counts["duplicate_servers"] += 1
+        # JSON is yaml, and quotes what needs quotes.
+        rails = [str(RailAddress(server.host, server.port)) for server in same]
+        logger.error(
+            "event=duplicate_server entries=%s server_id=%s: these entries of servers are one server, which so gets "
+            "a double share of the blocks; write it as one entry with rails, the same on every client: {name: %s, "
+            "rails: %s}",
+            ",".join(server.name for server in same),
+            server_id.hex(),
+            json.dumps(same[0].name),
+            json.dumps(rails),
+        )
 
     def _compare(self, link: ServerLink, sibling: ManifestEntry) -> None:
         """Warn once per namespace that was meant to share with ours and cannot."""

@@ -124,6 +124,22 @@ class Schedule:
         late = [job_id for job_id, state in self._jobs.items() if state.job.deadline <= now]
         return [task for job_id in late for task in self.cancel_job(job_id, LossReason.TIMEOUT)]
 
+    def end_unstarted(self, deadline: float) -> list[BlockTask]:
+        """End queued tasks of jobs due at ``deadline`` or before, with reason ``TIMEOUT``: too late to start them.
+
+        Joined tasks stay, for their bytes may be on the way already, and taken ones are their lanes' business.
+
+        Returns:
+            The tasks that ended.
+        """
+        ended = []
+        for state in [state for state in self._jobs.values() if state.job.deadline <= deadline]:
+            for task in state.tasks:
+                if task.state is TaskState.QUEUED:
+                    self._end(task, LossReason.TIMEOUT)
+                    ended.append(task)
+        return ended
+
     def abandon_all(self, reason: LossReason) -> list[BlockTask]:
         """End every task, taken ones too: the engine's loop is over and no lane will come back.
 

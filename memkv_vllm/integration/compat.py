@@ -28,6 +28,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
+from memkv_vllm.config import shown_extra_config
 from memkv_vllm.errors import EnvironmentFault
 
 logger = logging.getLogger("memkv.integration.compat")
@@ -206,7 +207,7 @@ def failure_policy_advice(vllm_config: Any | None) -> str | None:
     """What to tell the operator about ``kv_load_failure_policy``; None when it is ``recompute``.
 
     With vLLM's default, ``fail``, one lost block ends the request with an error instead of being recomputed.
-    The message holds the complete argument to use, made from the one in use.
+    The message holds the complete argument to use, made from the one in use; values that might be secret are ``...``.
     """
     transfer = getattr(vllm_config, "kv_transfer_config", None)
     policy = getattr(transfer, "kv_load_failure_policy", None)
@@ -221,9 +222,9 @@ def failure_policy_advice(vllm_config: Any | None) -> str | None:
         "kv_connector": transfer.kv_connector,
         "kv_role": transfer.kv_role,
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": dict(transfer.kv_connector_extra_config),
+        "kv_connector_extra_config": shown_extra_config(transfer.kv_connector_extra_config),
     }
-    text = json.dumps(line, separators=(",", ":"), default=str)
+    text = json.dumps(line, separators=(",", ":"), default=lambda _: "...")
     return (
         f"kv_load_failure_policy is {policy!r} (vLLM's default): a block that cannot be restored ends its request "
         f"with an error. Start with: --kv-transfer-config '{text}'"

@@ -14,6 +14,7 @@ ranks and shape         parallel_config                         ``config.paralle
 layout name             none                                    ``config.kv_cache_layout`` (0.27+)
 revision, hash          model_config.revision and cache_config.prefix_caching_hash_algo of the
 algorithm, commit       ``VllmConfig`` (all releases; see ``compat.find_vllm_config``)
+model configuration     ``VllmConfig`` (all releases; see ``weights.config_fingerprint``)
 hash seed               ``PYTHONHASHSEED``; where that is not set: random (to 0.28, and always with
                         xxhash), a constant of vLLM's (0.29+ with sha256)
 ======================  ======================================  ==========================================
@@ -30,7 +31,7 @@ from typing import Any
 from memkv_vllm.config import python_hash_seed
 from memkv_vllm.errors import GeometryError
 from memkv_vllm.integration import compat
-from memkv_vllm.integration.weights import weights_fingerprint
+from memkv_vllm.integration.weights import config_fingerprint, weights_fingerprint
 from memkv_vllm.keys import MAX_SHARDS, NamespaceManifest
 
 logger = logging.getLogger("memkv.integration.facts")
@@ -46,6 +47,10 @@ class EngineFacts:
     model: str
     revision: str
     commit: str | None
+    model_config: str
+    """Digest of the effective model configuration; ``unknown`` where vLLM hides it."""
+    runtime_kv_scales: bool
+    """vLLM derives the scales of a quantized KV cache from its first batch (``--calculate-kv-scales``)."""
     kv_dtype: str
     tokens_per_block: tuple[int, ...]
     """Per KV cache group."""
@@ -77,13 +82,12 @@ class EngineFacts:
         config = getattr(spec, "config", None)
         excerpt = _from_vllm_config(spec) if config is None else _from_offloading_config(config)
         model_config = getattr(vllm_config, "model_config", None)
-        algorithm = str(
-            getattr(getattr(vllm_config, "cache_config", None), "prefix_caching_hash_algo", "") or "unknown"
-        )
+        cache_config = getattr(vllm_config, "cache_config", None)
+        algorithm = str(getattr(cache_config, "prefix_caching_hash_algo", "") or "unknown")
         if vllm_config is None:
             logger.warning(
                 "event=no_vllm_config: vLLM %s hides its configuration from the spec; the namespace is made without "
-                "the model's revision and the prefix hash algorithm",
+                "the model's revision and configuration and the prefix hash algorithm",
                 compat.release(),
             )
         commit = getattr(getattr(model_config, "hf_config", None), "_commit_hash", None)
@@ -93,6 +97,8 @@ class EngineFacts:
             **excerpt,
             revision=str(getattr(model_config, "revision", None) or ""),
             commit=None if commit is None else str(commit),
+            model_config=config_fingerprint(model_config, cache_config),
+            runtime_kv_scales=bool(getattr(cache_config, "calculate_kv_scales", False)),
             tokens_per_block=tuple(int(value) for value in tokens),
             blocks_per_key=int(blocks),
             hash_algorithm=algorithm,
@@ -124,6 +130,12 @@ class EngineFacts:
                 "canonical_layout is set in kv_connector_extra_config: pages are stored as they are allocated, not "
                 "in the canonical layout. Remove it"
             )
+        if self.runtime_kv_scales and self.kv_dtype.startswith("fp8"):
+            raise GeometryError(
+                f"calculate_kv_scales is on with the KV cache in {self.kv_dtype}: the scales come from each process's "
+                "first batch, so that stored bytes mean something else after a restart. Remove --calculate-kv-scales; "
+                "use a checkpoint with scales, or the default scale of 1"
+            )
         if not 1 <= self.world_size <= MAX_SHARDS or not 0 <= self.rank < self.world_size:
             raise GeometryError(f"rank {self.rank} of {self.world_size}; 1 to {MAX_SHARDS} ranks are served")
 
@@ -135,6 +147,7 @@ class EngineFacts:
             model=self.model,
             revision=self.revision,
             weights=weights_fingerprint(self.model, self.commit),
+            model_config=self.model_config,
             kv_dtype=self.kv_dtype,
             tokens_per_block=self.tokens_per_block,
             bytes_per_block=self.bytes_per_block,
@@ -160,14 +173,19 @@ class EngineFacts:
 
 
 def hash_seed(algorithm: str) -> str:
-    """What seeds vLLM's hash chain in this process, for the manifest; never the secret of a keyed hash.
+    """What seeds vLLM's hash chain in this process, for the manifest and the log.
+
+    The seed is no secret of ours: sharing requires that it be equal everywhere, and the manifest is how a difference
+    is found. For ``xxhash`` algorithms it is shown as a digest, so that it does not lie about in logs; that hides a
+    long random text, while a small number is soon guessed from it (every value can be tried). Who depends on
+    collisions not being made on purpose uses a ``sha256`` algorithm, whose strength does not rest on the seed.
 
     Args:
         algorithm: ``cache_config.prefix_caching_hash_algo``.
 
     Returns:
-        ``PYTHONHASHSEED=<value>``, for ``xxhash`` algorithms a digest of the value (a known seed lets an attacker
-        make blocks collide), ``default`` for vLLM's own constant, or ``random``.
+        ``PYTHONHASHSEED=<value>``, for ``xxhash`` algorithms a digest of the value, ``default`` for vLLM's own
+        constant, or ``random``.
     """
     value = python_hash_seed()
     cryptographic = algorithm.startswith("sha")

@@ -17,6 +17,7 @@ import functools
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -30,11 +31,11 @@ from memkv_vllm.types import MissReason
 logger = logging.getLogger("memkv.integration.manager")
 
 RESET_TIMEOUT_S = 2.0
-"""How long a cache reset waits for the servers: it holds up the scheduler, and what is not confirmed by then is
-left behind in a namespace that this engine no longer uses."""
+"""How long a cache reset waits for the servers, for all its namespaces together: it holds up the scheduler, and what
+is not confirmed by then is left behind in a namespace that this engine no longer uses."""
 
 MAX_LEFT_BEHIND = 4
-"""Most namespaces of earlier resets that a reset tries again; each may take ``RESET_TIMEOUT_S``."""
+"""Most namespaces of earlier resets that a reset tries again, in what remains of its ``RESET_TIMEOUT_S``."""
 
 ERROR_LOG_INTERVAL_S = 60.0
 
@@ -150,10 +151,14 @@ class MemKVOffloadingManager(compat.OffloadingManager):
         self._clock = clock
         self._presence = self._new_presence()
         self._guard = RequestGuard()
+        self._asked_since: dict[str, float] = {}
+        """When each request that is being looked up first asked; gone with its load, preemption or end."""
+        self._doubted: set[str] = set()
         self._metrics = ManagerMetrics()
         self._kv_events = kv_events
         self._events: list[Any] = []
-        self._stores_in_flight = 0
+        self._in_flight: dict[bytes, Counter[bytes]] = {}
+        """Keys of stores that have not ended, by namespace, the oldest first; bounded by what vLLM has in flight."""
         self._left_behind: list[bytes] = []
         self._waiting = False
         self._waiting_since: float | None = None
@@ -168,18 +173,35 @@ class MemKVOffloadingManager(compat.OffloadingManager):
         self._take_answers(now)
         prefix = self._prefix(key)
         if self._guard.seen(req_context.req_id, prefix):
-            # The first load of it by this request did not bring it: asking a third time would loop for ever.
-            self._presence.drop_hit(prefix)
+            self._doubt(req_context.req_id)
             self._presence.count_miss(MissReason.RETRIED)
             return LookupResult.MISS
-        verdict = self._presence.lookup(prefix, now)
+        asked_since = self._asked_since.setdefault(req_context.req_id, now)
+        verdict = self._presence.lookup(prefix, now, asked_since)
         self._waiting = self._waiting or verdict is Verdict.PENDING
         return _ANSWERS[verdict]
+
+    def _doubt(self, req_id: str) -> None:
+        """The request asks again for a block that it was given: its load did not bring it.
+
+        A second try could loop for ever. And as vLLM asks again only when the very first block was lost, the store
+        may have lost the others too (it was restarted empty, say): their hits are forgotten, so that the next
+        request asks the servers and stores what is missing.
+        """
+        if req_id in self._doubted:
+            return
+        self._doubted.add(req_id)
+        for prefix in self._guard.tried(req_id):
+            self._presence.drop_hit(prefix)
+
+    def _forget_request(self, req_id: str) -> None:
+        self._asked_since.pop(req_id, None)
+        self._doubted.discard(req_id)
 
     def _take_answers(self, now: float) -> None:
         for answer in self._prober.poll():
             if answer.present is None:
-                self._presence.unreachable((answer.prefix,), now)
+                self._presence.unreachable((answer.prefix,), now, answer.reason or MissReason.BREAKER)
             else:
                 self._presence.answer(answer.prefix, answer.present, now, answer.reason or MissReason.ABSENT)
 
@@ -194,6 +216,7 @@ class MemKVOffloadingManager(compat.OffloadingManager):
         """Name the blocks of a load, in the order of ``keys``, and remember that this request had them."""
         spec = MemKVLoadStoreSpec(self._namespace, list(keys))
         self._guard.loaded(req_context.req_id, [self._prefix(key) for key in spec.keys])
+        self._forget_request(req_context.req_id)
         self._metrics.add("load_blocks", len(spec.keys))
         return spec
 
@@ -210,7 +233,8 @@ class MemKVOffloadingManager(compat.OffloadingManager):
         wanted = [key for key in offered if not self._presence.known(self._prefix(key), now)]
         self._metrics.add("store_known_blocks", len(offered) - len(wanted))
         self._metrics.add("store_blocks", len(wanted))
-        self._stores_in_flight += len(wanted)
+        if wanted:
+            self._in_flight.setdefault(self._namespace, Counter()).update(wanted)
         return PrepareStoreOutput(
             keys_to_store=wanted, store_spec=MemKVLoadStoreSpec(self._namespace, wanted), evicted_keys=[]
         )
@@ -218,8 +242,8 @@ class MemKVOffloadingManager(compat.OffloadingManager):
     @_contained(_nothing)
     def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
         """Forget negative answers for ``keys``; only a server's answer makes a hit of them."""
-        self._stores_in_flight = max(0, self._stores_in_flight - len(keys))
         for key in keys:
+            self._store_ended(key)
             self._presence.stored(self._prefix(key))
         if self._kv_events and success:
             self._events.append(compat.make_event(list(keys), removed=False))
@@ -237,12 +261,14 @@ class MemKVOffloadingManager(compat.OffloadingManager):
     def on_request_finished(self, req_context: Any) -> None:
         """Forget the request; one never seen is no error (fault P043)."""
         self._guard.finished(req_context.req_id)
+        self._forget_request(req_context.req_id)
 
     @_contained(_nothing)
     def on_schedule_end(self, context: Any) -> None:
         """Send the step's probes as one batch; preempted requests may load their blocks again."""
         for req_id in context.preempted_req_ids:
             self._guard.preempted(req_id)
+            self._forget_request(req_id)
         self._take_answers(self._clock())
         probes = self._presence.take_probes()
         if probes:
@@ -268,6 +294,17 @@ class MemKVOffloadingManager(compat.OffloadingManager):
 
     # -- resets
 
+    def _store_ended(self, key: bytes) -> None:
+        """Count a store off where it was offered first: a late one of the time before a reset is not one of now."""
+        for namespace, keys in self._in_flight.items():
+            if key in keys:
+                keys[key] -= 1
+                if not keys[key]:
+                    del keys[key]
+                if not keys:
+                    del self._in_flight[namespace]
+                return
+
     @_contained(_nothing)
     def reset_cache(self) -> None:
         """Make every value stored so far unreachable, on all servers; waits at most ``RESET_TIMEOUT_S``.
@@ -278,8 +315,9 @@ class MemKVOffloadingManager(compat.OffloadingManager):
         the time before the reset have ended). What was left behind is reset again by the next reset, for the other
         engines' sake.
         """
+        deadline = self._clock() + RESET_TIMEOUT_S
         unconfirmed = self._prober.reset_namespace(self._namespace, RESET_TIMEOUT_S)
-        self._reset_left_behind()
+        self._reset_left_behind(deadline)
         self._forget_all()
         self._metrics.add("reset_failures", len(unconfirmed))
         if unconfirmed:
@@ -290,26 +328,43 @@ class MemKVOffloadingManager(compat.OffloadingManager):
                 ",".join(unconfirmed),
                 self._namespace.hex(),
             )
-        if unconfirmed or self._stores_in_flight:
-            self._left_behind = [*self._left_behind, self._namespace][-MAX_LEFT_BEHIND:]
+        if unconfirmed or self._namespace in self._in_flight:
+            self._leave_behind(self._namespace)
             self._move_to_fresh_namespace()
         else:
             logger.info("event=cache_reset namespace=%s", self._namespace.hex()[:12])
-        self._stores_in_flight = 0
 
     @_contained(_nothing)
     def on_reset_flushed(self) -> None:
         """All jobs of the time before the reset have ended (0.33+): where the servers agree, share again."""
-        self._reset_left_behind()
+        for namespace in self._left_behind:
+            self._in_flight.pop(namespace, None)
+        self._reset_left_behind(self._clock() + RESET_TIMEOUT_S)
         if not self._left_behind and self._manifest is not self._shared_manifest:
             self._forget_all()
             self._manifest = self._shared_manifest
             self._namespace = self._manifest.digest
             logger.info("event=shared_namespace namespace=%s", self._namespace.hex()[:12])
 
-    def _reset_left_behind(self) -> None:
+    def _leave_behind(self, namespace: bytes) -> None:
+        self._left_behind.append(namespace)
+        while len(self._left_behind) > MAX_LEFT_BEHIND:
+            dropped = self._left_behind.pop(0)
+            self._in_flight.pop(dropped, None)
+            logger.error(
+                "event=reset_given_up namespace=%s: too many resets that were not confirmed; this one is not tried "
+                "again. This engine never reads it; other engines may until it is evicted",
+                dropped.hex(),
+            )
+
+    def _reset_left_behind(self, deadline: float) -> None:
+        """Reset them again, until ``deadline``. One with stores in flight stays: they may land after this reset."""
         for namespace in list(self._left_behind):
-            if not self._prober.reset_namespace(namespace, RESET_TIMEOUT_S):
+            remaining = deadline - self._clock()
+            if remaining <= 0:
+                return
+            unconfirmed = self._prober.reset_namespace(namespace, remaining)
+            if not unconfirmed and namespace not in self._in_flight:
                 self._left_behind.remove(namespace)
 
     def _forget_all(self) -> None:
@@ -323,7 +378,9 @@ class MemKVOffloadingManager(compat.OffloadingManager):
         self._manifest = dataclasses.replace(self._manifest, extra=(*extra, ("reset", secrets.token_hex(16))))
         self._namespace = self._manifest.digest
         logger.info(
-            "event=fresh_namespace namespace=%s stores_in_flight=%d", self._namespace.hex()[:12], self._stores_in_flight
+            "event=fresh_namespace namespace=%s stores_in_flight=%d",
+            self._namespace.hex()[:12],
+            sum(keys.total() for keys in self._in_flight.values()),
         )
 
     @property

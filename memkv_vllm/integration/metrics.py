@@ -123,7 +123,7 @@ _FIXES: Mapping[LossReason, str] = {
     LossReason.ABSENT: "the servers do not hold it; normal after a restart or an eviction",
     LossReason.EVICTED: "evicted between lookup and load; give the servers more memory (memory.max_size)",
     LossReason.TIMEOUT: "slower than op_timeout_s or memkv_wait_timeout_s; look at the network and the servers' load",
-    LossReason.CHECKSUM: "the bytes were wrong and were not used; look for memory or network faults (memkv doctor)",
+    LossReason.CHECKSUM: "the bytes were wrong and were not used; look for memory or network faults in the kernel logs",
     LossReason.LAYOUT: "stored by an engine with another KV layout; use another memkv_spec_prefix for each",
     LossReason.BREAKER: "the server is down or unreachable; it is tried again by itself",
     LossReason.SHED: "stores come faster than the servers take them; add servers, lanes or rails",

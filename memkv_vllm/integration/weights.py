@@ -1,7 +1,9 @@
-"""A cheap fingerprint of a model's weights, so that two checkpoints never share KV by their name alone.
+"""Cheap fingerprints of a model: its weights, and the configuration that it runs with.
 
-It must be the same in every process of every engine that serves the same weights, and must cost milliseconds:
-no weight is read. In order of preference:
+Two checkpoints, or one under two configurations, must never share KV by their name alone; and the same must come out
+in every process of every engine that serves the same. Both cost milliseconds: no weight is read.
+
+The weights, in order of preference:
 
 1. the commit of a Hugging Face snapshot, from the path (``.../snapshots/<commit>``) or from vLLM's model config;
 2. for a local folder, a digest over ``config.json`` and, per weight file, its name, its size and (safetensors) its
@@ -9,15 +11,26 @@ no weight is read. In order of preference:
 3. ``unknown:<name>``, for a hub id that is not on this disk.
 
 The second cannot see new values in old shapes; the operator's ``memkv_spec_prefix`` or a cache reset does that.
+
+The configuration: vLLM's live HF config is no stable source. Models write to it while they are built (``rope_type``,
+``rope_theta``, ``partial_rotary_factor`` ...), so that a worker, the scheduler of an in-process executor and that of
+another process see different states of it, and it grows with every release of transformers. What is digested is where
+it comes from: the configuration files (or the commit, with the weights), the overrides as given, vLLM's own settings.
+Where that does not tell everything (an override that is a function, files that are nowhere on this disk), those of
+the effective values are added that models leave alone (:data:`_EFFECTIVE`, :data:`_ROPE`).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import json
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from enum import Enum
 from pathlib import Path
+from typing import Any
 
 logger = logging.getLogger("memkv.integration.weights")
 
@@ -25,6 +38,28 @@ _COMMIT = re.compile(r"/snapshots/([0-9a-f]{40})(?:/|$)")
 _WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
 _MAX_HEADER_BYTES = 100 * 1024 * 1024
 """The safetensors format's own limit."""
+
+_CONFIG_FILES = ("config.json", "params.json", "hf_quant_config.json")
+"""Hugging Face's, Mistral's, ModelOpt's."""
+
+_SETTINGS = (
+    "config_format", "disable_sliding_window", "dtype", "hf_overrides", "override_attention_dtype", "quantization",
+    "quantization_config", "rope_scaling", "rope_theta",
+)  # fmt: skip
+"""Of ``ModelConfig``, as vLLM resolved them before it started any process."""
+
+_EFFECTIVE = (
+    "attention_bias", "attention_chunk_size", "head_dim", "hidden_act", "hidden_size", "intermediate_size",
+    "kv_lora_rank", "layer_norm_eps", "model_type", "num_attention_heads", "num_experts_per_tok", "num_hidden_layers",
+    "num_key_value_heads", "qk_rope_head_dim", "rms_norm_eps", "sliding_window", "v_head_dim", "vocab_size",
+)  # fmt: skip
+"""Of the HF text config."""
+
+_ROPE = (
+    "attention_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor", "long_factor", "low_freq_factor",
+    "mscale", "mscale_all_dim", "original_max_position_embeddings", "rope_theta", "short_factor",
+)  # fmt: skip
+"""Of its rope parameters, at any depth (some models have one set per kind of layer)."""
 
 
 def weights_fingerprint(model: str, commit: str | None = None) -> str:
@@ -53,6 +88,81 @@ def weights_fingerprint(model: str, commit: str | None = None) -> str:
             "event=weights_unreadable model=%s reason=%r: the namespace goes by the name alone", model, str(error)
         )
     return f"unknown:{model}"
+
+
+def config_fingerprint(model_config: Any | None, cache_config: Any | None) -> str:
+    """The fingerprint of the configuration that the model runs with: see the module.
+
+    Args:
+        model_config: vLLM's ``ModelConfig``; parts that a release lacks are left out.
+        cache_config: vLLM's ``CacheConfig``.
+
+    Returns:
+        64 hexadecimal characters, or ``unknown`` without a model config.
+    """
+    if model_config is None:
+        return "unknown"
+    files = _config_files(model_config)
+    facts: dict[str, Any] = {
+        "files": files,
+        "elsewhere": None if files else getattr(model_config, "hf_config_path", None),
+        "settings": {name: getattr(model_config, name, None) for name in _SETTINGS},
+        "calculate_kv_scales": bool(getattr(cache_config, "calculate_kv_scales", False)),
+    }
+    commit = getattr(getattr(model_config, "hf_config", None), "_commit_hash", None)
+    if callable(getattr(model_config, "hf_overrides", None)) or not (files or commit):
+        facts["effective"] = _effective(model_config)
+    text = json.dumps(_plain(facts), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _config_files(model_config: Any) -> Mapping[str, str]:
+    """Digests of the files that the configuration was read from, by name; empty when they are on no local path."""
+    source = str(getattr(model_config, "hf_config_path", None) or getattr(model_config, "model", ""))
+    try:
+        files = [path for path in (Path(source) / name for name in _CONFIG_FILES) if path.is_file()]
+        return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    except OSError as error:
+        logger.warning("event=config_unreadable path=%s reason=%r: vLLM's own view stands for it", source, str(error))
+        return {}
+
+
+def _effective(model_config: Any) -> dict[str, Any]:
+    """What the HF text config says now, as far as models leave it alone."""
+    config = getattr(model_config, "hf_text_config", None) or getattr(model_config, "hf_config", None)
+    sets = {name: getattr(config, name, None) for name in ("rope_parameters", "rope_scaling")}
+    return {
+        "values": {name: getattr(config, name, None) for name in (*_EFFECTIVE, "rope_theta")},
+        "rope": {name: _only_rope(values) for name, values in sets.items() if isinstance(values, Mapping)},
+    }
+
+
+def _only_rope(values: Mapping[str, Any]) -> dict[str, Any]:
+    found = {key: value for key, value in values.items() if key in _ROPE}
+    return found | {key: _only_rope(value) for key, value in values.items() if isinstance(value, Mapping)}
+
+
+def _plain(value: Any) -> Any:
+    """``value`` for canonical JSON: nothing of its identity, address or order of a set remains."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Enum):
+        return _plain(value.value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted(json.dumps(_plain(item), sort_keys=True) for item in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _plain({field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
+    if callable(getattr(value, "model_dump", None)):
+        return _plain(value.model_dump())
+    if type(value).__module__ == "torch":
+        return str(value).removeprefix("torch.")
+    # A function (hf_overrides may be one) goes by its name; what it did is among the effective values.
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def _folder_digest(folder: Path) -> str:

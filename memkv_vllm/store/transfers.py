@@ -51,7 +51,7 @@ class _Moved(NamedTuple):
     """False: bytes may still move; only a fence ends it."""
 
 
-_NOT_STARTED = _Moved(Status.TIMEOUT, ended=True)
+_NOT_STARTED = _Moved(Status.BUSY, ended=True)
 _ABANDONED = _Moved(Status.TIMEOUT, ended=False)
 
 

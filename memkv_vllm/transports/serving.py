@@ -43,6 +43,8 @@ from memkv_vllm.types import Role, SessionId
 
 _log = logging.getLogger("memkv.transports.serving")
 
+_MOVES_BYTES = frozenset({MessageType.PUT, MessageType.GET})
+
 
 class ControlPeer(ServerPeer, Protocol):
     """What a transport's peer adds for this module."""
@@ -287,6 +289,9 @@ class _ServerChannel:
         except Exception:
             _log.exception("%s: %s failed by a fault of this server", self._label, event.type.name)
             self._handler.counted("internal_error")
+            if event.type in _MOVES_BYTES:
+                # An answer would say that nothing moves any more; here only the fence at the session's end knows.
+                raise ConnectionLost("a transfer failed by a fault of this server") from None
             return ErrorReply(ErrorCode.INTERNAL, "the server failed to carry this out; its log says why")
 
     async def _dispatch(self, peer: ControlPeer, event: RequestReceived) -> bytes:

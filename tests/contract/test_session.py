@@ -216,6 +216,7 @@ async def _serve_some_bytes(listener: socket.socket, limit: int) -> bool:
 async def test_an_unauthenticated_peer_is_cut_after_one_frame(
     factory: TransportFactory, data: bytes, event: str
 ) -> None:
+    """P091: nothing of it is parsed beyond the frame's header; for random bytes see below."""
     async with serving(factory) as server, raw_stream(factory, server.address) as stream:
         await send_all(stream, data)
         assert await until_closed(stream) == b""

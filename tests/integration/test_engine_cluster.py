@@ -6,15 +6,17 @@ Faults P079, P080, P081, P027; design sections 3 and 5.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
+from memkv_vllm.engine.api import BlockRef, SlotRef
 from memkv_vllm.protocol.frame import MessageType
 from memkv_vllm.transports.faults import Delay, NoReply, Operation
 from memkv_vllm.types import Direction, LossReason
-from tests.support.ranks import Cluster, Held, Rank, cluster_settings, eventually, prefix_of, rank, staging_plan
+from tests.support.fake_mover import ArrayMover
+from tests.support.ranks import VALUE, Cluster, Held, Rank, cluster_settings, eventually, prefix_of, rank, staging_plan
 from tests.support.store_process import StoreProcess
 
 
@@ -112,6 +114,44 @@ def test_one_block_twice_in_a_job(cluster: Cluster) -> None:
         assert result.bad_block_ids == ()
         assert one.gpu(one.half) == one.gpu(one.half + 1) == one.computed[5].tobytes()
         one.idle()
+
+
+class Noting(ArrayMover):
+    """Keeps what each copy was told to wait for, by GPU block."""
+
+    def __init__(self) -> None:
+        super().__init__(128, VALUE)
+        self.after: dict[int, object | None] = {}
+
+    def gather(self, lane: int, blocks: Sequence[SlotRef], after: object | None) -> None:
+        self.after |= {block.block_id: after for block in blocks}
+        super().gather(lane, blocks, after)
+
+    def scatter(self, lane: int, blocks: Sequence[SlotRef], after: object | None) -> None:
+        self.after |= {block.block_id: after for block in blocks}
+        super().scatter(lane, blocks, after)
+
+
+def test_copies_wait_for_what_their_jobs_were_handed_over_with(cluster: Cluster) -> None:
+    """On CUDA an event of the compute stream: a store's KV is written, a load's blocks are free, only after it.
+
+    A chunk may hold blocks of several jobs: the newest one's event includes the others'.
+    """
+    mover = Noting()
+    with rank(cluster.settings(), plan=staging_plan(64, lanes=1), mover=mover) as one:
+        one.ready()
+        for job in range(1, 9):
+            blocks = [BlockRef(prefix_of(number), number) for number in range(4 * job, 4 * job + 4)]
+            one.engine.submit_store(100 + job, blocks, after=job)
+        for job in range(1, 9):
+            assert one.result(100 + job).lost == {}
+            assert {mover.after[number] for number in range(4 * job, 4 * job + 4)} <= set(range(job, 9))
+        one.engine.submit_load(200, [BlockRef(prefix_of(4), 100)], after="load")
+        assert one.result(200).lost == {}
+        assert mover.after[100] == "load"
+        one.engine.submit_load(201, [BlockRef(prefix_of(4), 101)])
+        assert one.result(201).lost == {}
+        assert mover.after[101] is None
 
 
 def test_a_server_that_takes_small_batches_only(tmp_path: Path) -> None:

@@ -262,6 +262,41 @@ def test_a_manifest_that_makes_no_sense(cluster: Cluster, caplog: pytest.LogCapt
         assert second.ready().present([1]) == []
 
 
+# ------------------------------------------------------------------------------------------------ one server twice
+
+
+def test_two_entries_that_reach_one_server(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    """Spec 4.1: an error that names both and shows the grouped form, once; not again when it comes back."""
+    port = cluster.only.port
+    settings = cluster_settings(cluster.key, {"one": port, "two": port, "three": port})
+    with lookups(settings) as seen:
+        seen.ready(3)
+        assert seen.prober.statistics().duplicate_servers == 2
+        assert len(warnings_of(caplog, "duplicate_server")) == 2
+        line = warnings_of(caplog, "duplicate_server")[-1]
+        assert "entries=one,two,three" in line
+        rail = f'"127.0.0.1:{port}"'
+        assert f'{{name: "one", rails: [{rail}, {rail}, {rail}]}}' in line
+        assert {record.levelname for record in caplog.records if "duplicate_server" in record.getMessage()} == {"ERROR"}
+        assert {answer.present for answer in seen.ask(range(20)).values()} == {False}, "the service goes on"
+
+
+def test_different_servers_are_no_duplicates(three: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    with lookups(three.settings()) as seen:
+        seen.ready(3)
+        assert seen.prober.statistics().duplicate_servers == 0
+    assert warnings_of(caplog, "duplicate_server") == []
+
+
+def test_a_server_that_returns_under_its_id_is_no_duplicate(cluster: Cluster) -> None:
+    with lookups(cluster.settings()) as seen:
+        seen.ready()
+        cluster.only.stop()
+        eventually(lambda: seen.prober.statistics().servers_ready == 0, "the server is gone")
+        cluster.only.start()
+        assert seen.ready().prober.statistics().duplicate_servers == 0
+
+
 # ------------------------------------------------------------------------------------------------ resets
 
 

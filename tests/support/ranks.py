@@ -61,6 +61,7 @@ def manifest(**changes: Any) -> NamespaceManifest:
         "model": "acme/tiny",
         "revision": "main",
         "weights": "w" * 16,
+        "model_config": "c" * 64,
         "kv_dtype": "bfloat16",
         "tokens_per_block": (16,),
         "bytes_per_block": VALUE,

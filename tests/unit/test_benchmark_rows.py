@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.bench_loopback import measure_case
 from benchmarks.geometry import MIN_WORKING_SET_BYTES, SIZES, KeyRing, Shape
-from benchmarks.report import BASELINE, group, ratios, report
+from benchmarks.report import BASELINE, group, medians, ratios, report
 from benchmarks.rows import (
     Case,
     CpuClock,
@@ -162,3 +162,19 @@ def test_a_key_ring_that_put_too_little_names_what_is_missing() -> None:
 def test_key_rings_of_different_names_share_no_key() -> None:
     first = KeyRing("test", Shape(1, 2, 1)).fresh()
     assert not {*KeyRing("other", Shape(1, 2, 1)).fresh()} & {*first}
+
+
+def test_medians_keep_one_row_per_case_that_is_a_row_again() -> None:
+    rounds = [row("ours", 1, 1.0), row("ours", 2, 2.0), row("ours", 3, 4.0)]
+    rounds += [row(BASELINE, number, 0.5) for number in (1, 2, 3)]
+    baseline, ours = medians(rounds)
+    assert (ours["peer"], baseline["peer"]) == ("ours", BASELINE)
+    assert (ours["gbps"], ours["gbps_min"], ours["gbps_max"]) == pytest.approx((0.5, 0.25, 1.0))
+    assert (ours["rounds"], ours["verify"], ours["unit"]) == (3, "full", "GB/s")
+    assert (ours["x_memcpy"], baseline["x_memcpy"]) == (0.25, None)
+    assert {*JOINED, *FIGURES} <= set(ours)
+    stream = io.StringIO()
+    write_row(ours, stream)
+    (again,) = read_rows(stream.getvalue().splitlines())
+    assert again == ours
+    assert "0.25" in report([baseline, ours]), "the report reads them as well"

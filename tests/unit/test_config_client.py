@@ -429,3 +429,41 @@ def test_every_field_has_a_variable_and_every_variable_is_listed_once() -> None:
     names = [variable.name for variable in ENVIRONMENT]
     assert len(set(names)) == len(names)
     assert {variable.setting for variable in ENVIRONMENT} - {None} == set(ClientConfig.model_fields)
+
+
+# ---------------------------------------------------------------- what nothing reads
+
+
+EVERYTHING = BASE | {
+    "MEMKV_SERVERS": "a=10.0.0.2|10.1.0.2,10.0.0.3,c=10.0.0.4|10.1.0.4",
+    "MEMKV_RDMA_DEVICES": "mlx5_0",
+    "MEMKV_NUM_CONNECTIONS": "4",
+    "MEMKV_GID_INDEX": "0",
+    "MEMKV_TRAFFIC_CLASS": "104",
+    "MEMKV_SERVICE_LEVEL": "3",
+    "MEMKV_MTU": "4096",
+    "MEMKV_LICENSE": TOKEN,
+    "MEMKV_CONNECT_TIMEOUT_S": "1",
+}
+VERBS_KNOBS = {"gid_index", "mtu", "rdma_devices", "service_level", "traffic_class"}
+
+
+@pytest.mark.parametrize(
+    ("transport", "names"),
+    [
+        (TransportName.LOOPBACK, VERBS_KNOBS | {"license", "num_connections", "servers"}),
+        (TransportName.VERBS, {"license", "num_connections", "servers"}),
+        (TransportName.TCP, VERBS_KNOBS | {"license", "servers"}),
+        (TransportName.AUTO, {"license", "servers"}),
+    ],
+)
+def test_given_settings_that_nothing_reads_are_named(transport: TransportName, names: set[str]) -> None:
+    unused = load_client_config(EVERYTHING).unused_with(transport)
+    assert {line.replace(":", "").split()[0] for line in unused} == names
+    assert any("rails of a, c after the first" in line for line in unused)
+    assert TOKEN not in str(unused) and "10.1.0.2" not in str(unused)
+
+
+@pytest.mark.parametrize("transport", TransportName)
+def test_defaults_are_not_given(transport: TransportName) -> None:
+    assert load_client_config(BASE | {"MEMKV_MTU": ""}).unused_with(transport) == ()

@@ -141,3 +141,17 @@ def test_wrong_tier_entries(entry: Any, text: str) -> None:
 
 def test_no_grace_is_allowed() -> None:
     assert parse_tier_entry({"type": "memkv", "load_failure_grace_s": 0}).load_failure_grace_s == 0
+
+
+@pytest.mark.parametrize("name", ClientConfig.model_fields)
+@pytest.mark.parametrize("form", ["{}", "MEMKV_{}", "memkv_{}"])
+def test_connection_settings_are_refused_under_any_name(name: str, form: str) -> None:
+    """vLLM prints its arguments; a key that nobody reads there must not stay there."""
+    key = form.format(name)
+    text = problem({key: KEY})
+    assert key in text and "yaml named by MEMKV_CONFIG" in text and f"MEMKV_{name.upper()}" in text
+
+
+@pytest.mark.parametrize("key", ["AUTH_KEY", "auth-key", "License"])
+def test_their_spelling_does_not_matter(key: str) -> None:
+    assert "secret-value" not in problem({key: "secret-value"})

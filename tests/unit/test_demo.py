@@ -51,11 +51,18 @@ FALSE = {
     "a restored answer": {"restored": run(answers=answers(1e-9))},
     "a loss": {"restored": run(lost={"load_timeout": 1})},
     "nothing was damaged": {"damaged": 0},
+    "a block was not damaged": {"damaged": demo.NUM_BLOCKS - 1},
     "damage unseen": {"after_damage": run()},
-    "damage used": {
-        "after_damage": run(lost={"load_checksum": 1}, counters={"vllm:kv_offload_load_bytes": demo.VALUE_BYTES})
+    "damage of one block unseen": {"after_damage": run(lost={"load_checksum": demo.NUM_BLOCKS - 1})},
+    "a damaged block lost for another reason": {
+        "after_damage": run(lost={"load_checksum": demo.NUM_BLOCKS - 1, "load_timeout": 1})
     },
-    "an answer after damage": {"after_damage": run(lost={"load_checksum": 9}, answers=answers(token=7))},
+    "damage used": {
+        "after_damage": run(
+            lost={"load_checksum": demo.NUM_BLOCKS}, counters={"vllm:kv_offload_load_bytes": demo.VALUE_BYTES}
+        )
+    },
+    "an answer after damage": {"after_damage": run(lost={"load_checksum": demo.NUM_BLOCKS}, answers=answers(token=7))},
     "an engine died": {"second_exit": 1},
     "the store died": {"store_exit": -9},
 }

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import pickle
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +15,11 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from memkv_vllm.demo.model import TinyLlama, write_tiny_llama
 from memkv_vllm.errors import EnvironmentFault, GeometryError
 from memkv_vllm.integration import compat
 from memkv_vllm.integration.facts import EngineFacts, hash_seed
+from memkv_vllm.integration.weights import config_fingerprint
 from tests.support.vllm_shapes import BYTES_PER_BLOCK, SPECS, spec_0_32, vllm_config
 
 pytestmark = pytest.mark.vllm
@@ -107,6 +113,123 @@ def test_what_makes_bytes_differ_makes_the_namespace_differ(change: Any) -> None
     assert EngineFacts.from_spec(changed, vllm_config()).namespace("").digest != plain.digest
 
 
+def changed_config(**changes: Any) -> Any:
+    config = vllm_config()
+    for name, value in changes.items():
+        section = config.cache_config if name == "calculate_kv_scales" else config.model_config
+        setattr(section, name, value)
+    return config
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hf_overrides": {"rope_parameters": {"rope_theta": 1e6}}},
+        {"quantization": "fp8"},
+        {"dtype": "torch.bfloat16"},
+        {"calculate_kv_scales": True},
+        {"disable_sliding_window": True},
+        {"hf_text_config": SimpleNamespace(rope_parameters={"rope_theta": 1e6})},
+        {"hf_text_config": SimpleNamespace(rope_parameters={"full_attention": {"factor": 8.0}})},
+        {"hf_text_config": SimpleNamespace(sliding_window=128)},
+        {"hf_config_path": "elsewhere"},
+    ],
+    ids=lambda change: "-".join(f"{name}" for name in change),
+)
+def test_what_the_block_hashes_do_not_cover_is_in_the_namespace(change: dict[str, Any]) -> None:
+    """P003, P004, P014: under one KV dtype and one name, these make other bytes."""
+    plain = EngineFacts.from_spec(spec_0_32(), vllm_config()).namespace("")
+    other = EngineFacts.from_spec(spec_0_32(), changed_config(**change)).namespace("")
+    assert plain.differing_fields(other.to_json()) == ("model_config",)
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "fp8_e4m3", "fp8_e5m2"])
+def test_scales_from_the_first_batch_are_refused(dtype: str) -> None:
+    """P003: every process would read the same stored bytes as other numbers."""
+    spec = spec_0_32()
+    spec.config.model.dtype = dtype
+    facts = EngineFacts.from_spec(spec, changed_config(calculate_kv_scales=True))
+    with pytest.raises(GeometryError, match=f"calculate_kv_scales is on with the KV cache in {dtype}"):
+        facts.check()
+    EngineFacts.from_spec(spec, changed_config(calculate_kv_scales=False)).check()
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_tiny_llama(tmp_path_factory.mktemp("model"), TinyLlama()))
+
+
+def real_config(folder: str, **settings: Any) -> Any:
+    """The installed release's ``ModelConfig`` inside the parts of ``VllmConfig`` that are read."""
+    from vllm.config import ModelConfig
+
+    config = vllm_config()
+    config.model_config = ModelConfig(model=folder, skip_tokenizer_init=True, **{"dtype": "float32", **settings})
+    return config
+
+
+def digest_of(config: Any) -> bytes:
+    return EngineFacts.from_spec(spec_0_32(), config).namespace("").digest
+
+
+def slower(config: Any) -> Any:
+    config.rope_parameters = {**config.rope_parameters, "rope_theta": 77.0}
+    return config
+
+
+def test_real_configurations_that_differ_stay_apart(model_folder: str) -> None:
+    settings: list[dict[str, Any]] = [
+        {},
+        {"hf_overrides": {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}},
+        {"hf_overrides": {"rope_parameters": {"rope_theta": 1e6, "rope_type": "linear", "factor": 2.0}}},
+        {"hf_overrides": slower},
+        {"dtype": "bfloat16"},
+    ]
+    assert len({digest_of(real_config(model_folder, **each)) for each in settings}) == len(settings)
+
+
+@pytest.mark.parametrize("overrides", [{}, {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}, slower])
+def test_a_real_configuration_gives_one_digest_wherever_it_is_asked(model_folder: str, overrides: Any) -> None:
+    """Made again (a restart), pickled to a worker, and after the model wrote to it while it was built."""
+    first = real_config(model_folder, hf_overrides=overrides)
+    worker = pickle.loads(pickle.dumps(first))  # noqa: S301 - as vLLM sends it to a worker
+    built = copy.deepcopy(first)
+    text_config = built.model_config.hf_text_config
+    # What DeepSeek, Bailing, MiniMax and others do in their constructors.
+    text_config.rope_parameters |= {"rope_type": "deepseek_yarn", "partial_rotary_factor": 0.5, "rope_dim": 64}
+    text_config.architectures = ["Other"]
+    text_config.transformers_version = "0"
+    again = real_config(model_folder, hf_overrides=overrides)
+    assert len({digest_of(config) for config in (first, worker, built, again)}) == 1
+
+
+def test_another_interpreter_derives_the_same_digest(model_folder: str) -> None:
+    """No address, no order of a set, nothing of the process."""
+    code = (
+        "import sys; from types import SimpleNamespace as N; from memkv_vllm.integration.weights import *; "
+        "print(config_fingerprint(N(model=sys.argv[1], hf_overrides={'b': {3, 1, 2}, 'a': {'x', 'y', 'z'}}, "
+        "quantization_config=N(), dtype='bfloat16'), None))"
+    )
+    seen = {
+        subprocess.run(
+            [sys.executable, "-c", code, model_folder],
+            env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True, timeout=60,
+        ).stdout
+        for seed in ("0", "1", "2")
+    }  # fmt: skip
+    assert len(seen) == 1
+
+
+def test_an_edited_configuration_file_makes_another_namespace(tmp_path: Path) -> None:
+    """Under a commit too, whose files somebody may have changed."""
+    folder = write_tiny_llama(tmp_path / "snapshots" / ("c" * 40), TinyLlama())
+    config = vllm_config()
+    config.model_config.model = str(folder)
+    before = config_fingerprint(config.model_config, None)
+    (folder / "config.json").write_text((folder / "config.json").read_text() + " ")
+    assert config_fingerprint(config.model_config, None) != before
+
+
 def test_revision_algorithm_and_commit_come_from_the_whole_configuration() -> None:
     config = vllm_config(algorithm="sha256_cbor", revision="v2")
     config.model_config.hf_config._commit_hash = "c" * 40
@@ -116,7 +239,7 @@ def test_revision_algorithm_and_commit_come_from_the_whole_configuration() -> No
 
 def test_a_hidden_configuration_is_said(caplog: pytest.LogCaptureFixture) -> None:
     facts = EngineFacts.from_spec(spec_0_32(), None)
-    assert (facts.revision, facts.hash_algorithm) == ("", "unknown")
+    assert (facts.revision, facts.hash_algorithm, facts.model_config) == ("", "unknown", "unknown")
     assert "event=no_vllm_config" in caplog.text
 
 
@@ -186,6 +309,25 @@ def test_several_groups_are_refused_for_now() -> None:
         EngineFacts.from_spec(spec, vllm_config()).check()
 
 
+@pytest.mark.parametrize("blocks_per_key", [1, 2, 4, 7])
+@pytest.mark.parametrize("groups", [(), (16,), (32,), (64,), (128,), (16, 16), (16, 64), (32, 32, 128)], ids=str)
+def test_every_geometry_is_served_or_refused_with_its_numbers(groups: tuple[int, ...], blocks_per_key: int) -> None:
+    """P044: tokens per block x KV cache groups x GPU blocks per offload key; at the start, and never by an assertion."""
+    spec = spec_0_32()
+    spec.tokens_per_block, spec.blocks_per_chunk = groups, blocks_per_key
+    facts = EngineFacts.from_spec(spec, vllm_config())
+    if len(groups) == 1 and blocks_per_key == 1:
+        facts.check()
+        return
+    with pytest.raises(GeometryError) as refusal:
+        facts.check()
+    message = str(refusal.value)
+    if len(groups) != 1:
+        assert f"{len(groups)} KV cache groups (tokens per block {list(groups)})" in message
+    else:
+        assert f"{blocks_per_key} GPU blocks of {groups[0]} tokens per offload key" in message
+
+
 def test_the_canonical_layout_is_refused() -> None:
     with pytest.raises(GeometryError, match="canonical_layout"):
         EngineFacts.from_spec(spec_0_32(canonical_layout=True), vllm_config()).check()
@@ -247,6 +389,23 @@ def test_the_default_policy_is_advised_against_with_the_exact_argument() -> None
             "memkv_num_threads": 2,
         },
     }
+
+
+def test_the_advice_shows_no_value_that_may_be_a_secret() -> None:
+    secret = "5ec12e7" * 5
+    advice = compat.failure_policy_advice(
+        vllm_config(
+            auth_key=secret, license="short-secret", auht_key="plain", memkv_spec_prefix=f"v2-{'ab' * 32}",
+            memkv_num_threads={"auth_key": "inner"}, nested={"auth_key": "deeper"}, offload_prompt_only=True,
+            **{"ab" * 32: 1},
+        )
+    )  # fmt: skip
+    assert advice is not None
+    for hidden in (secret, "short-secret", "plain", "inner", "deeper", "ab" * 16):
+        assert hidden not in advice
+    shown = json.loads(advice.split("--kv-transfer-config '")[1].rstrip("'"))["kv_connector_extra_config"]
+    assert (shown["auth_key"], shown["license"], shown["memkv_spec_prefix"]) == ("...", "...", "v2-***")
+    assert shown["offload_prompt_only"] is True
 
 
 def test_a_policy_that_cannot_be_read_is_advised_about() -> None:

@@ -41,13 +41,13 @@ def request(name: str) -> Any:
 class Driver:
     """A manager with its prober and clock."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, hit_ttl: float = 30, miss_ttl: float = 30, **options: Any) -> None:
         self.now = 100.0
         self.prober = FakeProber()
         self.manager = MemKVOffloadingManager(
             namespace=manifest(),
             prober=self.prober,
-            settings=PresenceSettings(hit_ttl=30, miss_ttl=30, lookup_timeout=1),
+            settings=PresenceSettings(hit_ttl, miss_ttl, lookup_timeout=1),
             clock=lambda: self.now,
             **options,
         )
@@ -144,6 +144,37 @@ def test_a_lookup_costs_the_same_however_many_blocks_are_known() -> None:
 
 
 # ---------------------------------------------------------------- a request never tries a block twice
+
+
+def test_after_a_lost_load_all_its_blocks_are_asked_for_again(driver: Driver) -> None:
+    """A store that was restarted empty: the next request must not be sent after the same lost blocks (20 of them)."""
+    blocks = list(range(20))
+    driver.hold(*blocks)
+    for number in blocks:
+        assert driver.settled(number, "a") is HIT
+    driver.manager.prepare_load([key(number) for number in blocks], request("a"))
+    driver.prober.present.clear()
+    assert driver.lookup(0, "a") is MISS
+    assert [driver.lookup(number, "b") for number in blocks] == [RETRY] * 20
+    driver.step()
+    assert [driver.lookup(number, "b") for number in blocks] == [MISS] * 20
+    # So the next computation of them is stored again.
+    offered = [key(number) for number in blocks]
+    assert driver.manager.prepare_store(offered, request("b")).keys_to_store == offered
+
+
+@pytest.mark.parametrize("ttl", ["hit_ttl", "miss_ttl"])
+def test_a_trust_of_nothing_asks_once_per_request(ttl: str) -> None:
+    """0 asks every time; it must not ask for ever (P046)."""
+    driver = Driver(**{ttl: 0.0})
+    driver.hold(1)
+    for name in ("a", "b"):
+        verdicts = []
+        for _ in range(3):
+            verdicts = [driver.lookup(1, name), driver.lookup(2, name)]
+            driver.step()
+            driver.now += 0.2
+        assert verdicts == [HIT, MISS]
 
 
 def test_a_block_that_was_given_once_is_a_miss_for_that_request(driver: Driver) -> None:
@@ -292,6 +323,65 @@ def test_what_a_reset_left_behind_is_reset_by_the_next_one(driver: Driver) -> No
     driver.manager.reset_cache()
     driver.manager.reset_cache()
     assert driver.prober.resets == [first, second, first, second]
+
+
+def test_a_late_store_of_before_the_reset_is_not_one_of_now(driver: Driver) -> None:
+    """The store of now is still under way: a reset may not stay in its namespace."""
+    driver.manager.prepare_store([key(1)], request("a"))
+    driver.manager.reset_cache()
+    second = driver.manager.namespace
+    driver.manager.prepare_store([key(1), key(2)], request("b"))
+    driver.manager.complete_store({key(1)}, request("a"))
+    driver.manager.complete_store({key(2)}, request("b"))
+    driver.manager.reset_cache()
+    assert driver.manager.namespace != second
+    third = driver.manager.namespace
+    driver.manager.complete_store({key(1)}, request("b"))
+    driver.manager.reset_cache()
+    assert driver.manager.namespace == third
+
+
+def test_a_block_stored_by_two_requests_is_under_way_until_both_end(driver: Driver) -> None:
+    namespace = driver.manager.namespace
+    for name in "ab":
+        driver.manager.prepare_store([key(1)], request(name))
+    driver.manager.complete_store({key(1)}, request("a"))
+    driver.manager.reset_cache()
+    assert driver.manager.namespace != namespace
+
+
+def test_a_namespace_with_stores_under_way_is_reset_again_when_they_have_ended(driver: Driver) -> None:
+    """A reset in between confirms it, but a store may land after that, and the namespace is used again."""
+    shared = driver.manager.namespace
+    driver.manager.prepare_store([key(1)], request("a"))
+    driver.manager.reset_cache()
+    driver.manager.reset_cache()
+    driver.prober.present.add(block_prefix(shared, (1).to_bytes(32, "big"), 0))
+    driver.manager.on_reset_flushed()
+    assert driver.manager.namespace == shared
+    assert driver.settled(1) is MISS
+
+
+def test_a_reset_takes_its_time_once_for_all_namespaces(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It holds up the scheduler: a server that does not answer costs RESET_TIMEOUT_S, not that per namespace."""
+    waits: list[float] = []
+
+    def slow(namespace: bytes, timeout_s: float) -> list[str]:
+        waits.append(timeout_s)
+        driver.now += min(timeout_s, 0.75)
+        return ["beta"]
+
+    monkeypatch.setattr(driver.prober, "reset_namespace", slow)
+    first = driver.manager.namespace
+    for _ in range(4):
+        driver.manager.reset_cache()
+    waits.clear()
+    before = driver.now
+    driver.manager.reset_cache()
+    assert waits == [2.0, 1.25, 0.5] and driver.now - before <= 2.0
+    assert f"event=reset_given_up namespace={first.hex()}" in caplog.text
 
 
 def test_it_shares_again_once_the_jobs_from_before_the_reset_have_ended(driver: Driver) -> None:

@@ -103,3 +103,11 @@ def test_every_reason_says_what_to_do(reason: LossReason, caplog: pytest.LogCapt
     (record,) = caplog.records
     assert "memkv.engine" not in record.getMessage() or reason is LossReason.FAILED
     assert record.levelno == (logging.INFO if reason is LossReason.PENDING else logging.WARNING)
+
+
+def test_what_to_do_names_only_commands_that_exist(caplog: pytest.LogCaptureFixture) -> None:
+    from memkv_vllm.cli import main
+
+    LossLog(0).count(Direction.LOAD, dict.fromkeys(LossReason, 1), now=0.0)
+    assert len(caplog.records) >= len(LossReason) - 1
+    assert set(re.findall(r"memkv ([a-z]+)", caplog.text)) <= set(main.commands)

@@ -67,6 +67,7 @@ def test_importing_the_spec_needs_no_server_and_no_device() -> None:
         ({"memkv_num_threads": 0}, "memkv_num_threads"),
         ({"block_size": 64}, "block_size"),
         ({"memkv_servers": "a:1"}, "MEMKV_SERVERS"),
+        ({"auth_key": "ab" * 32}, "MEMKV_AUTH_KEY"),
     ],
 )
 def test_a_wrong_setting_is_a_clear_start_error(extra: dict[str, Any], words: str) -> None:
@@ -158,3 +159,21 @@ def test_a_good_configuration_is_given_none(caplog: pytest.LogCaptureFixture) ->
     manager = build(offloading_config()).get_manager()
     manager.shutdown()
     assert "event=start_advice" not in caplog.text
+
+
+def test_settings_that_nothing_reads_are_named_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MEMKV_SERVERS", "a=127.0.0.1:1|127.0.0.2:1")
+    monkeypatch.setenv("MEMKV_RDMA_DEVICES", "mlx5_0")
+    spec = build(offloading_config(memkv_scratch_mb_per_thread=1))
+    spec.get_worker(kv_caches()).shutdown()
+    assert "event=unused_settings" not in caplog.text
+    spec.get_manager().shutdown()
+    (line,) = [record.getMessage() for record in caplog.records if "event=unused_settings" in record.getMessage()]
+    assert "rdma_devices (for verbs only; transport is loopback)" in line and "rails of a after the first" in line
+
+
+def test_a_lean_configuration_has_no_unused_settings(caplog: pytest.LogCaptureFixture) -> None:
+    build(offloading_config()).get_manager().shutdown()
+    assert "event=unused_settings" not in caplog.text

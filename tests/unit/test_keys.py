@@ -29,6 +29,7 @@ MANIFEST = NamespaceManifest(
     model="meta-llama/Llama-3.1-8B",
     revision="main",
     weights="commit:0123",
+    model_config="c" * 64,
     kv_dtype="bfloat16",
     tokens_per_block=(16,),
     bytes_per_block=262_144,
@@ -77,7 +78,7 @@ def test_a_long_model_name_does_not_lengthen_the_key() -> None:
 def test_keys_are_the_same_in_every_process() -> None:
     """P002: five interpreters with different hash seeds make the same bytes, nested extra facts included."""
     code = (
-        "from memkv_vllm.keys import *; m = NamespaceManifest('direct','p','m','r','w','bf16',(16,32),1,2,2,1,1,1,"
+        "from memkv_vllm.keys import *; m = NamespaceManifest('direct','p','m','r','w','c','bf16',(16,32),1,2,2,1,1,1,"
         "'sha256','None','L',(('a','None'),('b','(1, None)'))); "
         "print(store_key(block_prefix(m.digest, bytes(range(32)), 3), 258).hex(), m.family.hex())"
     )
@@ -122,6 +123,7 @@ def test_an_older_key_format_is_found_and_named() -> None:
         ({"tensor_parallel": 4, "world_size": 4, "bytes_per_block": 1}, False),
         ({"hash_seed": "7", "kv_dtype": "fp8"}, False),
         ({"weights": "commit:4567"}, False),
+        ({"model_config": "d" * 64}, False),
         ({}, False),
     ],
 )

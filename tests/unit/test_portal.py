@@ -12,6 +12,7 @@ from pathlib import Path
 import anyio
 import anyio.lowlevel
 import pytest
+from anyio.abc import TaskGroup
 
 from memkv_vllm.engine.portal import LoopThread
 from memkv_vllm.errors import EngineStopped
@@ -68,6 +69,40 @@ def test_a_posted_function_may_start_tasks_and_scopes() -> None:
         portal.post(function)
         assert done.wait(5)
     assert len(made) == 2
+
+
+def test_a_posted_function_starts_a_task_and_wakes_one() -> None:
+    """With sniffio installed (vLLM brings it), anyio finds its backend by the running task. A callback of the loop runs
+    in none: ``start_soon`` and ``CancelScope`` raised NoEventLoopError there, and the engine stood still.
+    """
+    sniffio = pytest.importorskip("sniffio")
+    tasks: list[TaskGroup] = []
+    ready, ran = threading.Event(), threading.Event()
+    seen: list[object] = []
+
+    async def main(_: LoopThread) -> None:
+        async with anyio.create_task_group() as group:
+            tasks.append(group)
+            ready.set()
+            await anyio.sleep_forever()
+
+    async def work(event: anyio.Event) -> None:
+        seen.append(sniffio.current_async_library())
+        with anyio.move_on_after(5):
+            await event.wait()
+        seen.append(event.is_set())
+        ran.set()
+
+    def function() -> None:
+        event = anyio.Event()
+        tasks[0].start_soon(work, event)
+        event.set()
+
+    with running(main) as portal:
+        assert ready.wait(5)
+        assert portal.post(function)
+        assert ran.wait(5)
+    assert seen == ["asyncio", True]
 
 
 def test_an_error_of_a_posted_function_is_logged_and_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:

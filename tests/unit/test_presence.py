@@ -77,12 +77,12 @@ def test_reasons_are_counted_apart(cache: PresenceCache) -> None:
     for key in (b"a", b"b"):
         cache.lookup(key, 0)
     cache.answer(b"a", False, 0)
-    cache.answer(b"b", False, 0, MissReason.PARTIAL)
+    cache.answer(b"b", False, 0, MissReason.TIMEOUT)
     for key in (b"a", b"b", b"b"):
         assert cache.lookup(key, 0) is MISS
     cache.count_miss(MissReason.RETRIED)
     stats = cache.statistics()
-    assert stats.misses == {MissReason.ABSENT: 1, MissReason.PARTIAL: 2, MissReason.RETRIED: 1}
+    assert stats.misses == {MissReason.ABSENT: 1, MissReason.TIMEOUT: 2, MissReason.RETRIED: 1}
     assert (stats.pending, stats.hits, stats.entries) == (2, 0, 2)
 
 
@@ -205,3 +205,40 @@ def test_known_asks_nobody() -> None:
     before = cache.statistics()
     cache.known(b"block", 2.0)
     assert cache.statistics() == before
+
+
+@pytest.mark.parametrize("ttl", [0.0, 0.001])
+def test_a_request_never_waits_for_answers_that_expire_in_turn(ttl: float) -> None:
+    """A trust shorter than a scheduler step: each block is asked for once, and the request goes on."""
+    cache = PresenceCache(hit_ttl=ttl, miss_ttl=ttl)
+    asked: list[bytes] = []
+    now, verdicts = 100.0, [Verdict.PENDING]
+    for step in range(6):
+        verdicts = [cache.lookup(prefix, now, 100.0) for prefix in (b"a", b"b")[: step + 1]]
+        probes = cache.take_probes()
+        asked += probes
+        now += 0.5
+        for prefix in probes:
+            cache.answer(prefix, True, now)
+        if len(verdicts) == 2 and Verdict.PENDING not in verdicts:
+            break
+    assert verdicts == [Verdict.HIT, Verdict.HIT]
+    assert asked == [b"a", b"b"]
+    # The next request asks anew: that is what a time to live of nothing means.
+    assert cache.lookup(b"a", now, now) is Verdict.PENDING
+
+
+def test_an_answer_does_not_serve_a_waiting_request_for_ever() -> None:
+    cache = PresenceCache(hit_ttl=1)
+    cache.lookup(b"a", 0.0, 0.0)
+    cache.answer(b"a", True, 0.0)
+    assert cache.lookup(b"a", 10.9, 0.0) is Verdict.HIT
+    assert cache.lookup(b"a", 11.0, 0.0) is Verdict.PENDING
+
+
+def test_a_probe_that_was_not_answered_in_time_says_so() -> None:
+    cache = PresenceCache()
+    cache.lookup(b"a", 0.0)
+    cache.unreachable([b"a"], 0.5, MissReason.TIMEOUT)
+    assert cache.lookup(b"a", 0.6) is Verdict.MISS
+    assert cache.statistics().misses == {MissReason.TIMEOUT: 1}

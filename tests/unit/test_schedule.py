@@ -258,3 +258,17 @@ class TestJoining:
         (state,) = schedule.poll_finished()
         assert state.remaining == 0
         assert schedule.statistics() == IDLE
+
+
+def test_what_is_too_late_to_start_ends_and_the_rest_goes_on() -> None:
+    schedule = Schedule(max_store_backlog_bytes=1 << 20)
+    schedule.add_job(Job(1, Direction.LOAD, [(b"a", 1), (b"b", 2)], 1, 0.0, 10.0))
+    schedule.add_job(Job(2, Direction.LOAD, [(b"a", 3), (b"c", 4)], 1, 0.0, 10.0))
+    schedule.add_job(Job(3, Direction.LOAD, [(b"d", 5)], 1, 0.0, 20.0))
+    (taken,) = schedule.take(Direction.LOAD, 1, 0.0)
+    ended = schedule.end_unstarted(10.0)
+    # "a" is under way for both jobs; "b" and "c" are not; job 3 has time.
+    assert sorted(task.key for task in ended) == [b"b", b"c"]
+    assert [task.block_id for task in schedule.claim_followers(taken)] == [3]
+    assert [task.key for task in schedule.take(Direction.LOAD, 9, 0.0)] == [b"d"]
+    assert schedule.end_unstarted(20.0) == []

@@ -28,6 +28,7 @@ def cached(story: dict[str, Any], name: str) -> int:
 
 
 def test_every_answer_is_the_one_of_a_run_without_connector(story: dict[str, Any], reference: dict[str, Any]) -> None:
+    """P030: after rejected loads too (a store that died, pushes that fail, flipped bits), token by token."""
     plain = answers_from(reference["reference"])
     for name, step in story["steps"].items():
         made = Answer(**step["answer"])

@@ -125,8 +125,10 @@ class LoopbackBulk:
                 await self._crew.copy(batch)
                 if any(isinstance(action, Drop) for action in faults.values()):
                     await self._gone.wait()
+        # FAILED promises that nothing moves any more; a thread that was left in the middle of a piece still does.
+        left = batch is not None and batch.aborted
         late = time.monotonic() >= deadline and not self._gone.is_set()
-        missing = Status.TIMEOUT if late else Status.FAILED
+        missing = Status.TIMEOUT if left or late else Status.FAILED
         done = batch.statuses if batch is not None else [None] * len(moves)
         return [fixed.get(slot, missing if status is None else status) for slot, status in enumerate(done)]
 

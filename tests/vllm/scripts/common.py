@@ -68,6 +68,19 @@ def full_blocks(tokens: int) -> int:
     return (tokens - 1) // BLOCK_TOKENS
 
 
+def key_end(prompt: Sequence[int], block: int, shard: int) -> bytes:
+    """What the store key of a rank's value of a prompt's block ends with, whatever the namespace: its hash on."""
+    from vllm import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.request import Request
+
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
+    made = Request("request", list(prompt), SamplingParams(max_tokens=1), None, block_hasher=hasher)
+    return bytes(made.block_hashes[block]) + (0).to_bytes(2, "big") + shard.to_bytes(2, "big")
+
+
 def make_engine(
     folder: Path, *, extra: dict[str, Any] | None = None, policy: str | None = "recompute", **options: Any
 ) -> Any:
@@ -224,6 +237,14 @@ class StoreProcess:
     def statistics(self) -> dict[str, Any]:
         """The server's counters and gauges."""
         return self._tell({"statistics": True})
+
+    def delete(self, key_end: bytes) -> None:
+        """Delete the value whose key ends so (see :func:`key_end`), as an eviction would."""
+        self._tell({"delete": key_end.hex()})
+
+    def damage(self, key_end: bytes) -> None:
+        """Flip one bit of the value whose key ends so, in the arena, behind the server's back."""
+        self._tell({"damage": key_end.hex()})
 
     def stored(self) -> int:
         """Values that it holds."""
