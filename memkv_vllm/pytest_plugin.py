@@ -8,7 +8,7 @@ pytest finds this module through its entry point; installing ``memkv-vllm`` is e
         ...                                         # start an engine, a client, a subprocess
         memkv_loopback.stop()                       # the server is gone, all at once
         memkv_loopback.start()                      # and back on the same port, empty
-        assert memkv_loopback.statistics()["..."] == 0
+        assert memkv_loopback.statistics()["table"]["complete"] == 0
 
 The server runs on an event loop of its own in a thread of its own, so the fixtures serve synchronous tests and
 asynchronous ones under any plugin (anyio, pytest-asyncio). ``stop`` and ``start`` block for some milliseconds; on an

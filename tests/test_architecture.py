@@ -101,7 +101,7 @@ ROOMS = {
     "demo": {"__init__", "__main__", "generate", "model", "report", "store", "vllm_process"},
     "engine": {
         "__init__", "api", "breaker", "client", "core", "engine", "inflight", "lanes", "link", "placement", "plan",
-        "portal", "presence", "prober", "schedule", "staging", "tasks", "verify",
+        "portal", "presence", "prober", "schedule", "slots", "staging", "tasks", "verify",
     },
     "integration": {
         "__init__", "compat", "facts", "gather", "gather_cuda", "gather_kernel", "layout", "manager", "metrics", "tier",

@@ -74,10 +74,10 @@ class DirectConfig(Settings):
     long prefix takes."""
 
     lookup_hit_ttl: SecondsOrOff = 30.0
-    """Seconds for which the answer "present" is trusted; 0 asks every time. A wrong one costs one lost load."""
+    """Seconds for which the answer "present" is trusted; 0: for one request only. A wrong one costs one lost load."""
 
     lookup_miss_ttl: SecondsOrOff = 30.0
-    """Seconds for which the answer "absent" is trusted; 0 asks every time. A wrong one costs a recomputation."""
+    """Seconds for which the answer "absent" is trusted; 0: for one request only. A wrong one costs a recomputation."""
 
     spec_prefix: NamespaceSalt = ""
     """Namespace salt: a new one starts cold, the old one finds its values again."""

@@ -1,8 +1,8 @@
-"""The loop side of the engine: owns the schedule, the staging pool, the links and the lanes. One event loop.
+"""The loop side of the engine: owns the schedule, the slots, the links and the lanes. One event loop.
 
-What a lane does with a chunk stands in ``lanes``; here is what all lanes share: which blocks are next and
-whether there is room for them, what became of each, which slots may be reused, and which jobs still touch GPU
-blocks.
+What a lane does with a chunk stands in ``lanes``, which slots may be reused in ``slots``; here is what all lanes
+share besides: which blocks are next and whether there is room for them, what became of each, and which jobs still
+touch GPU blocks.
 """
 
 from __future__ import annotations
@@ -16,24 +16,22 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import anyio
-from anyio import to_thread
 from anyio.abc import TaskGroup
 
 from memkv_vllm.config import DirectConfig
 from memkv_vllm.engine.api import BlockMover, BlockRef, EngineStatistics, JobResult
 from memkv_vllm.engine.client import ClusterClient, ClusterSettings
-from memkv_vllm.engine.inflight import Holder, InFlight
+from memkv_vllm.engine.inflight import Holder
 from memkv_vllm.engine.lanes import Lane
 from memkv_vllm.engine.link import ServerLink
 from memkv_vllm.engine.plan import StagingPlan
 from memkv_vllm.engine.schedule import BlockTask, Job, JobState, Schedule, TaskState
-from memkv_vllm.engine.staging import Slot, StagingPool
+from memkv_vllm.engine.slots import SlotKeeper
+from memkv_vllm.engine.staging import Slot
 from memkv_vllm.keys import store_key
 from memkv_vllm.protocol.session import PeerKind
-from memkv_vllm.transports.base import Region
-from memkv_vllm.transports.memory import HostMemory
 from memkv_vllm.transports.registry import client_transport
-from memkv_vllm.types import Direction, LossReason, MemoryKind, VerifyMode
+from memkv_vllm.types import Direction, LossReason, VerifyMode
 
 logger = logging.getLogger("memkv.engine")
 
@@ -90,7 +88,7 @@ class Chunk(NamedTuple):
 
 
 class EngineCore:
-    """See the module's text. Everything but ``prepare``, ``statistics`` and ``release`` runs on the loop.
+    """See the module's text. Everything but ``statistics`` runs on the loop.
 
     Args:
         cluster: servers, credentials, timeouts.
@@ -117,25 +115,22 @@ class EngineCore:
         """Numbers the loaded values, so that ``sampled`` reaches each of them in time. Any thread may take the next."""
         self.schedule = Schedule(settings.max_store_backlog_bytes, settings.max_queued_blocks)
         self._start_margin_s = min(START_MARGIN * settings.wait_timeout_s, cluster.op_timeout_s / 2)
-        self.inflight = InFlight()
         self.client = ClusterClient(
             cluster,
             client_transport(cluster.transport),
             PeerKind.ENGINE,
             on_change=self.wake,
-            on_fenced=self.fenced,
+            on_fenced=self._fenced,
         )
+        self.slots = SlotKeeper(plan, mover, self.client, self.wake)
         self.counts: Counter[str] = Counter()
         self._plan = plan
         self._shard = shard
         self._settings = settings
         self._finished = finished
-        self._pool = StagingPool(plan, region=0)
-        self._memories: list[HostMemory] = []
         self._after: dict[int, tuple[object | None, float]] = {}
         self._touching: Counter[int] = Counter()
         self._lost = {f"{direction.value}_{reason.value}": 0 for direction in Direction for reason in LossReason}
-        self._replaced = False
         self._event = anyio.Event()
         self._tasks: TaskGroup | None = None
         self._lanes = self._make_lanes()
@@ -150,38 +145,13 @@ class EngineCore:
 
     # -- life
 
-    def prepare(self) -> None:
-        """Make and attach the staging region. Called once, before the loop runs.
-
-        Raises:
-            EnvironmentFault: not enough memory.
-        """
-        self.client.regions.append(self._make_region())
-
-    def _make_region(self) -> Region:
-        number = len(self._memories)
-        memory = HostMemory.create(f"staging{number}", self._plan.scratch_bytes)
-        region = Region(number, MemoryKind.HOST, memory.length, memory)
-        try:
-            memory.populate(0, memory.length)
-            self.mover.attach(region)
-        except BaseException:
-            memory.close()
-            raise
-        self._memories.append(memory)
-        return region
-
-    def release(self) -> None:
-        """Unmap the staging regions, after the loop has ended and the mover was closed."""
-        for memory in self._memories:
-            memory.close()
-
     async def run(self) -> None:
         """Serve jobs until cancelled."""
         try:
             async with anyio.create_task_group() as tasks:
                 self._tasks = tasks
                 tasks.start_soon(self.client.run)
+                tasks.start_soon(self.slots.run)
                 tasks.start_soon(self._expire)
                 for lane in self._lanes:
                     tasks.start_soon(lane.run)
@@ -288,7 +258,7 @@ class EngineCore:
         due = now + self._start_margin_s
         usable: dict[ServerLink, bool] = {}
         while (direction := self.schedule.next_direction(due, directions)) is not None:
-            room = min(self._pool.available(direction), max_blocks)
+            room = min(self.slots.pool.available(direction), max_blocks)
             if room == 0:
                 # For a load at the head there is no room either, but a waited store behind it need not wait for one.
                 if Direction.STORE in directions and self._drop_waited_store(due):
@@ -296,7 +266,7 @@ class EngineCore:
                 return None
             live = self._reachable(self.schedule.take(direction, room, due), usable, now)
             if live:
-                return Chunk(direction, live, self._pool.try_acquire(direction, len(live)))
+                return Chunk(direction, live, self.slots.pool.try_acquire(direction, len(live)))
         return None
 
     def _reachable(self, tasks: list[BlockTask], usable: dict[ServerLink, bool], now: float) -> list[BlockTask]:
@@ -339,60 +309,9 @@ class EngineCore:
         for each in (task, *followers):
             self.finish(each, each.cancelled or reason)
 
-    def slot_view(self, slot: Slot) -> memoryview:
-        """The slot's bytes."""
-        return self._memories[slot.region].view(slot.offset, slot.length)
-
-    # -- slots
-
-    def release_slots(self, slots: Sequence[Slot]) -> None:
-        """No peer can touch these any more: give them back."""
-        self._pool.release(slots)
-        self.wake()
-
-    def abandon(self, holder: Holder) -> None:
-        """A connection was given up with requests in flight: its slots stay out of everyone's hands until fenced."""
-        self.quarantine(self.inflight.abandoned(holder), holder)
-
-    def quarantine(self, slots: Sequence[Slot], holder: Holder) -> None:
-        """Keep ``slots`` until ``holder`` is fenced; in the same breath in which its request returned."""
-        if not slots:
-            return
-        self._pool.quarantine(slots, holder)
-        statistics = self._pool.statistics()
-        logger.warning(
-            "event=quarantine server=%s generation=%d slots=%d in_quarantine=%d of=%d",
-            holder.server,
-            holder.generation,
-            len(slots),
-            statistics.quarantined,
-            statistics.total,
-        )
-        if self._pool.mostly_quarantined and not self._replaced and self._tasks is not None:
-            self._replaced = True
-            self._tasks.start_soon(self._replace_pool)
-
-    async def _replace_pool(self) -> None:
-        """Most slots wait for a server that may never answer: one replacement pool, and never a second."""
-        try:
-            region = await to_thread.run_sync(self._make_region)
-        except Exception as error:
-            # No memory, or it cannot be pinned; with the next slots in quarantine it is tried again.
-            logger.error("event=no_replacement_pool reason=%r: transfers wait for the fence", str(error))
-            self._replaced = False
-            return
-        logger.warning("event=replacement_pool bytes=%d: made while the first is in quarantine", region.length)
-        await self.client.add_region(region)
-        self._pool.add_region(region.id, self._plan.num_slots)
-        self.wake()
-
-    def fenced(self, holder: Holder) -> None:
-        """A connection can touch nothing any more: its slots come out of quarantine."""
-        freed = self._pool.fenced(holder)
+    def _fenced(self, holder: Holder) -> None:
         self.counts["fences"] += 1
-        if freed:
-            logger.info("event=fenced server=%s generation=%d slots=%d", *holder, freed)
-        self.wake()
+        self.slots.fenced(holder)
 
     # -- GPU blocks
 
@@ -431,7 +350,7 @@ class EngineCore:
 
     def statistics(self) -> EngineStatistics:
         """A snapshot; may be called from another thread (every read is of one object)."""
-        queued, slots, counts = self.schedule.statistics(), self._pool.statistics(), self.counts
+        queued, slots, counts = self.schedule.statistics(), self.slots.pool.statistics(), self.counts
         return EngineStatistics(
             queued_load_blocks=queued.queued_load_blocks,
             queued_store_blocks=queued.queued_store_blocks,

@@ -70,7 +70,7 @@ class TransferEngine:
         Raises:
             EnvironmentFault: no memory for the staging pool, or the transport cannot run on this host.
         """
-        self._core.prepare()
+        self._core.slots.prepare()
         self._thread.start()
 
     def submit_store(self, job_id: int, blocks: Sequence[BlockRef], after: object | None = None) -> None:
@@ -145,6 +145,6 @@ class TransferEngine:
         self._closed = True
         if self._thread.stop(self._close_timeout_s):
             self._mover.close()
-            self._core.release()
+            self._core.slots.close()
         else:
             logger.error("event=engine_slow_stop thread=%s: its memory stays mapped", self._thread.name)

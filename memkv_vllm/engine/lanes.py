@@ -137,7 +137,7 @@ class Lane:
                 checksums = await to_thread.run_sync(self._gather, chunk, after)
         except Exception:
             logger.exception("event=gather_failed lane=%d blocks=%d", self._index, len(chunk.tasks))
-            core.release_slots(chunk.slots)
+            core.slots.release(chunk.slots)
             self._finish_all(chunk.tasks, LossReason.FAILED)
             return
         finally:
@@ -148,7 +148,7 @@ class Lane:
     def _gather(self, chunk: Chunk, after: object | None) -> list[int]:
         """On a worker thread: fill the slots and checksum them."""
         self._core.mover.gather(self._index, _refs(chunk.tasks, chunk.slots), after)
-        return [digest(self._core.slot_view(slot)) for slot in chunk.slots]
+        return [digest(self._core.slots.view(slot)) for slot in chunk.slots]
 
     async def _put(self, part: _Part) -> None:
         core, deadline = self._core, self._deadline(part.tasks)
@@ -161,7 +161,7 @@ class Lane:
         if statuses is None:
             return
         # A server that gave up may go on reading, but it commits nothing of it: the slots are free all the same.
-        core.release_slots(part.slots)
+        core.slots.release(part.slots)
         for task, slot, status in zip(part.tasks, part.slots, statuses, strict=True):
             if status is Status.OK:
                 core.finish(task, None, slot.length)
@@ -209,10 +209,10 @@ class Lane:
             else:
                 idle.append(slot)
         if idle:
-            core.release_slots(idle)
+            core.slots.release(idle)
         if late:
             # The server gave up on these, but their bytes may still land: only a fence ends that.
-            core.quarantine(late, holder)
+            core.slots.quarantine(late, holder)
         return landings
 
     def _wanted(self, task: BlockTask) -> list[BlockTask]:
@@ -240,7 +240,7 @@ class Lane:
             logger.exception("event=scatter_failed lane=%d blocks=%d", self._index, len(targets))
         finally:
             core.end_touch(targets)
-            core.release_slots([landing.slot for landing in landings])
+            core.slots.release([landing.slot for landing in landings])
         bad: list[BadValue] = []
         for landing, verdict in zip(landings, verdicts, strict=True):
             first, *others = landing.targets
@@ -260,7 +260,7 @@ class Lane:
         for landing in landings:
             slot, result = landing.slot, landing.result
             checked = should_verify(core.verify_mode, next(core.verify_turns))
-            verdict = verify(core.slot_view(slot), result.checksum, result.algorithm) if checked else None
+            verdict = verify(core.slots.view(slot), result.checksum, result.algorithm) if checked else None
             verdicts.append(verdict)
             if verdict is None:
                 refs += [SlotRef(task.block_id, slot.region, slot.offset) for task in landing.targets]
@@ -290,26 +290,26 @@ class Lane:
         """Post; on failure ends the tasks, deals with the slots and returns None."""
         core, link, holder = self._core, part.link, part.link.holder
         if not link.connected:
-            core.release_slots(part.slots)
+            core.slots.release(part.slots)
             self._lose_all(part.tasks, LossReason.BREAKER)
             return None
-        core.inflight.posted(holder, part.slots)
+        core.slots.inflight.posted(holder, part.slots)
         core.counts["posted"] += 1
         try:
             reply = await link.request(request, deadline, names_memory=True, gave_up=gave_up)
         except (StoreError, LocalProtocolError) as error:
             logger.warning("event=refused server=%s values=%d reason=%r", link.name, len(part.tasks), str(error))
-            core.inflight.settled(holder, part.slots)
-            core.release_slots(part.slots)
+            core.slots.inflight.settled(holder, part.slots)
+            core.slots.release(part.slots)
             self._lose_all(part.tasks, LossReason.REFUSED)
             return None
         except MemkvError as error:
-            core.abandon(holder)
+            core.slots.abandon(holder)
             self._lose_all(part.tasks, error.reason)
             return None
         finally:
             core.counts["answered"] += 1
-        if not core.inflight.settled(holder, part.slots):
+        if not core.slots.inflight.settled(holder, part.slots):
             # The connection was given up while this answer was on its way: the fence frees these slots at any moment.
             self._lose_all(part.tasks, LossReason.BREAKER)
             return None

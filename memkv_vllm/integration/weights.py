@@ -16,8 +16,10 @@ The configuration: vLLM's live HF config is no stable source. Models write to it
 ``rope_theta``, ``partial_rotary_factor`` ...), so that a worker, the scheduler of an in-process executor and that of
 another process see different states of it, and it grows with every release of transformers. What is digested is where
 it comes from: the configuration files (or the commit, with the weights), the overrides as given, vLLM's own settings.
-Where that does not tell everything (an override that is a function, files that are nowhere on this disk), those of
-the effective values are added that models leave alone (:data:`_EFFECTIVE`, :data:`_ROPE`).
+Where that does not tell everything (an override that is a function, files that are nowhere on this disk), the
+effective rope parameters and sizes are added. The dictionaries of an override are the live ones, which a few models
+write to; of those writes the one of the DeepSeek family is undone (:func:`_same_rope_type`). Another costs sharing
+between an in-process executor and one with processes, never a wrong value; jobs carry the scheduler's namespace.
 """
 
 from __future__ import annotations
@@ -51,15 +53,10 @@ _SETTINGS = (
 _EFFECTIVE = (
     "attention_bias", "attention_chunk_size", "head_dim", "hidden_act", "hidden_size", "intermediate_size",
     "kv_lora_rank", "layer_norm_eps", "model_type", "num_attention_heads", "num_experts_per_tok", "num_hidden_layers",
-    "num_key_value_heads", "qk_rope_head_dim", "rms_norm_eps", "sliding_window", "v_head_dim", "vocab_size",
+    "num_key_value_heads", "partial_rotary_factor", "qk_rope_head_dim", "rms_norm_eps", "rope_parameters",
+    "rope_scaling", "rope_theta", "sliding_window", "v_head_dim", "vocab_size",
 )  # fmt: skip
-"""Of the HF text config."""
-
-_ROPE = (
-    "attention_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor", "long_factor", "low_freq_factor",
-    "mscale", "mscale_all_dim", "original_max_position_embeddings", "rope_theta", "short_factor",
-)  # fmt: skip
-"""Of its rope parameters, at any depth (some models have one set per kind of layer)."""
+"""Of the HF text config, where its source does not tell everything."""
 
 
 def weights_fingerprint(model: str, commit: str | None = None) -> str:
@@ -103,6 +100,7 @@ def config_fingerprint(model_config: Any | None, cache_config: Any | None) -> st
     if model_config is None:
         return "unknown"
     files = _config_files(model_config)
+    text_config = getattr(model_config, "hf_text_config", None) or getattr(model_config, "hf_config", None)
     facts: dict[str, Any] = {
         "files": files,
         "elsewhere": None if files else getattr(model_config, "hf_config_path", None),
@@ -111,8 +109,11 @@ def config_fingerprint(model_config: Any | None, cache_config: Any | None) -> st
     }
     commit = getattr(getattr(model_config, "hf_config", None), "_commit_hash", None)
     if callable(getattr(model_config, "hf_overrides", None)) or not (files or commit):
-        facts["effective"] = _effective(model_config)
-    text = json.dumps(_plain(facts), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        facts["effective"] = {name: getattr(text_config, name, None) for name in _EFFECTIVE}
+    plain = _plain(facts)
+    if getattr(text_config, "qk_rope_head_dim", None):
+        plain = _same_rope_type(plain)
+    text = json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -127,19 +128,14 @@ def _config_files(model_config: Any) -> Mapping[str, str]:
         return {}
 
 
-def _effective(model_config: Any) -> dict[str, Any]:
-    """What the HF text config says now, as far as models leave it alone."""
-    config = getattr(model_config, "hf_text_config", None) or getattr(model_config, "hf_config", None)
-    sets = {name: getattr(config, name, None) for name in ("rope_parameters", "rope_scaling")}
-    return {
-        "values": {name: getattr(config, name, None) for name in (*_EFFECTIVE, "rope_theta")},
-        "rope": {name: _only_rope(values) for name, values in sets.items() if isinstance(values, Mapping)},
-    }
-
-
-def _only_rope(values: Mapping[str, Any]) -> dict[str, Any]:
-    found = {key: value for key, value in values.items() if key in _ROPE}
-    return found | {key: _only_rope(value) for key, value in values.items() if isinstance(value, Mapping)}
+def _same_rope_type(value: Any) -> Any:
+    """Models with DeepSeek's attention rewrite every rope type but ``default`` to one of their own, in place."""
+    if isinstance(value, list):
+        return [_same_rope_type(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    scaled = {key: "scaled" for key in ("rope_type", "type") if value.get(key, "default") != "default"}
+    return {key: scaled.get(key) or _same_rope_type(item) for key, item in value.items()}
 
 
 def _plain(value: Any) -> Any:

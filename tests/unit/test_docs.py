@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import click
@@ -70,6 +72,23 @@ def test_the_server_yaml_of_the_operator_page_loads(tmp_path: Path) -> None:
     config = tmp_path / "server.yaml"
     config.write_text(yaml.replace("/etc/memkv/key", str(key)))
     assert load_server_config(config).memory.max_size == 64 << 30
+
+
+@pytest.mark.timeout(60)
+def test_the_python_samples_run_as_they_are_written(tmp_path: Path) -> None:
+    """Each block in a file of its own, as a project would that has installed the package."""
+    samples = [
+        block
+        for page in PAGES
+        for block in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    ]
+    assert samples
+    for number, sample in enumerate(samples):
+        (tmp_path / f"test_sample_{number}.py").write_text(sample, encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:asyncio", "-p", "no:cacheprovider", str(tmp_path)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{sum(sample.count('def test_') for sample in samples)} passed" in done.stdout
 
 
 @every_page

@@ -173,7 +173,8 @@ def digest_of(config: Any) -> bytes:
 
 
 def slower(config: Any) -> Any:
-    config.rope_parameters = {**config.rope_parameters, "rope_theta": 77.0}
+    if hasattr(config, "rope_parameters"):  # vLLM also calls it with a bare config
+        config.rope_parameters = {**config.rope_parameters, "rope_theta": 77.0}
     return config
 
 
@@ -190,17 +191,36 @@ def test_real_configurations_that_differ_stay_apart(model_folder: str) -> None:
 
 @pytest.mark.parametrize("overrides", [{}, {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}, slower])
 def test_a_real_configuration_gives_one_digest_wherever_it_is_asked(model_folder: str, overrides: Any) -> None:
-    """Made again (a restart), pickled to a worker, and after the model wrote to it while it was built."""
+    """Made again (a restart), and pickled to a worker."""
     first = real_config(model_folder, hf_overrides=overrides)
     worker = pickle.loads(pickle.dumps(first))  # noqa: S301 - as vLLM sends it to a worker
-    built = copy.deepcopy(first)
-    text_config = built.model_config.hf_text_config
-    # What DeepSeek, Bailing, MiniMax and others do in their constructors.
+    again = real_config(model_folder, hf_overrides=copy.deepcopy(overrides))
+    assert len({digest_of(config) for config in (first, worker, again)}) == 1
+
+
+def test_what_models_write_to_the_live_configuration_does_not_matter(model_folder: str) -> None:
+    """DeepSeek, Bailing, MiniMax and others do, in their constructors: after the scheduler got its copy."""
+    config = real_config(model_folder)
+    before = digest_of(config)
+    text_config = config.model_config.hf_text_config
     text_config.rope_parameters |= {"rope_type": "deepseek_yarn", "partial_rotary_factor": 0.5, "rope_dim": 64}
     text_config.architectures = ["Other"]
     text_config.transformers_version = "0"
-    again = real_config(model_folder, hf_overrides=overrides)
-    assert len({digest_of(config) for config in (first, worker, built, again)}) == 1
+    assert digest_of(config) == before
+
+
+def test_deepseeks_rope_type_is_the_same_before_and_after_the_model_was_built(model_folder: str) -> None:
+    """An override's dictionary is the very one that the model rewrites."""
+    rope = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 512}
+    config = real_config(model_folder, hf_overrides={"rope_parameters": rope})
+    model_config = config.model_config
+    model_config.hf_text_config.qk_rope_head_dim = 64
+    assert model_config.hf_text_config.rope_parameters is model_config.hf_overrides["rope_parameters"]
+    before = digest_of(config)
+    model_config.hf_text_config.rope_parameters["rope_type"] = "deepseek_yarn"
+    assert digest_of(config) == before
+    model_config.hf_text_config.rope_parameters["factor"] = 2.0
+    assert digest_of(config) != before
 
 
 def test_another_interpreter_derives_the_same_digest(model_folder: str) -> None:
@@ -312,7 +332,7 @@ def test_several_groups_are_refused_for_now() -> None:
 @pytest.mark.parametrize("blocks_per_key", [1, 2, 4, 7])
 @pytest.mark.parametrize("groups", [(), (16,), (32,), (64,), (128,), (16, 16), (16, 64), (32, 32, 128)], ids=str)
 def test_every_geometry_is_served_or_refused_with_its_numbers(groups: tuple[int, ...], blocks_per_key: int) -> None:
-    """P044: tokens per block x KV cache groups x GPU blocks per offload key; at the start, and never by an assertion."""
+    """P044: tokens per block x KV cache groups x GPU blocks per offload key; at the start, never by an assertion."""
     spec = spec_0_32()
     spec.tokens_per_block, spec.blocks_per_chunk = groups, blocks_per_key
     facts = EngineFacts.from_spec(spec, vllm_config())

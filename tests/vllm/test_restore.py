@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -82,3 +83,13 @@ def test_the_default_failure_policy_is_warned_about_with_the_exact_argument(refe
 
 def test_a_good_start_has_no_warning(restored: dict[str, Any]) -> None:
     assert [line for line in restored["log"] if not line.startswith("INFO")] == []
+
+
+def test_scheduler_and_worker_derive_one_namespace_in_both_lives(
+    reference: dict[str, Any], restored: dict[str, Any]
+) -> None:
+    """P002, P018: with the model's effective configuration in it, before and after the model was built from it."""
+    output = reference["output"] + restored["output"]
+    found = re.findall(r"event=(manager|worker)_started .*?namespace=([0-9a-f]{12})", output)
+    assert {side for side, _ in found} == {"manager", "worker"}
+    assert len({namespace for _, namespace in found}) == 1

@@ -77,6 +77,7 @@ def second_engine(folder: Path, store: StoreProcess) -> dict[str, Any]:
     result["complete again"] = ask(llm, PROMPTS[1:2])
 
     result["damaged"] = ask(llm, PROMPTS[2:3])
+    result["hidden"] = until(lambda: store.stored() == VALUES - 1, step=lambda: a_step(llm))
     llm.reset_prefix_cache()
     result["after the damage"] = ask(llm, PROMPTS[2:3])
     end_engine(llm)
