@@ -426,6 +426,7 @@ class MemKVOffloadingManager(compat.OffloadingManager):
         self._metrics.observe_total("probes", stats.probes)
         self._metrics.observe_total("probes_unreachable", stats.unreachable)
         self._metrics.observe_total("namespace_mismatches", stats.namespace_mismatches)
+        self._metrics.observe_total("duplicate_servers", stats.duplicate_servers)
         self._metrics.set("servers", stats.servers)
         self._metrics.set("servers_ready", stats.servers_ready)
 

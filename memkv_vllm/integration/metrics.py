@@ -52,6 +52,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("probes", "counter", "Blocks that the servers were asked for."),
     Metric("probes_unreachable", "counter", "Probes that no server answered."),
     Metric("namespace_mismatches", "counter", "Other namespaces found that were meant to share with ours and cannot."),
+    Metric("duplicate_servers", "counter", "Entries of the settings that turned out to be one server."),
     Metric("reset_failures", "counter", "Servers that did not confirm a cache reset."),
     Metric("manager_errors", "counter", "Errors inside memkv's manager, each answered as a miss."),
     Metric("servers", "gauge", "Servers configured."),

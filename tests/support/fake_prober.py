@@ -72,7 +72,15 @@ class FakeProber:
     def statistics(self) -> Any:
         """Zeros, but for ``counts``."""
         self._call("statistics")
-        names = ("servers_ready", "servers", "probes", "batches", "unreachable", "namespace_mismatches")
+        names = (
+            "servers_ready",
+            "servers",
+            "probes",
+            "batches",
+            "unreachable",
+            "namespace_mismatches",
+            "duplicate_servers",
+        )
         return SimpleNamespace(**{**dict.fromkeys(names, 0), **self.counts})
 
     def close(self) -> None:
