@@ -389,9 +389,9 @@ def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_dev_key_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("HOME", "/srv/me")
     assert str(default_dev_key_file({"XDG_STATE_HOME": "/state"})) == "/state/memkv/dev.key"
-    assert str(default_dev_key_file({})) == "/home/me/.local/state/memkv/dev.key"
+    assert str(default_dev_key_file({})) == "/srv/me/.local/state/memkv/dev.key"
 
 
 # ---------------------------------------------------------------- unknown variables
