@@ -190,6 +190,8 @@ class Lane:
         if results is None:
             return
         landings = self._sort_out(part, results, holder)
+        if strange := _of_another_layout(part, results):
+            posts.start_soon(self._report_bad, part.link, strange)
         if landings:
             await self._land(part.link, landings, posts)
         core.report()
@@ -271,8 +273,8 @@ class Lane:
     async def _report_bad(self, link: ServerLink, bad: list[BadValue]) -> None:
         """Hide wrong values at the server, so that the recomputed block can be stored again."""
         logger.error(
-            "event=bad_value server=%s values=%d first=%s: bytes do not match their checksum; refused, hidden at the "
-            "server and recomputed. Check that server's memory",
+            "event=bad_value server=%s values=%d first=%s: wrong checksum (check that server's memory) or another KV "
+            "layout (set memkv_spec_prefix apart); refused, hidden at the server and recomputed",
             link.name,
             len(bad),
             bad[0].key[-16:].hex(),
@@ -331,6 +333,15 @@ class Lane:
 
 def _refs(tasks: Sequence[BlockTask], slots: Sequence[Slot]) -> list[SlotRef]:
     return [SlotRef(task.block_id, slot.region, slot.offset) for task, slot in zip(tasks, slots, strict=True)]
+
+
+def _of_another_layout(part: _Part, results: Sequence[GetResult]) -> list[BadValue]:
+    """Values that nobody with this layout can use: hidden, so that the recomputed block can be stored."""
+    return [
+        BadValue(task.key, result.generation)
+        for task, result in zip(part.tasks, results, strict=True)
+        if result.status is Status.BAD_LAYOUT
+    ]
 
 
 def _server_ms(deadline: Deadline) -> int:

@@ -105,7 +105,7 @@ class GetItem(NamedTuple):
 
 
 class GetResult(NamedTuple):
-    """Result of one get. ``checksum``, ``algorithm`` and ``generation`` hold for status OK only."""
+    """Result of one get. ``checksum`` and ``algorithm`` hold for OK only, ``generation`` for a mismatch too."""
 
     status: Status
     algorithm: int

@@ -87,7 +87,7 @@ class ReserveResult(NamedTuple):
 
 
 class PinResult(NamedTuple):
-    """All but ``status`` mean something only with ``Status.OK``."""
+    """All but ``status`` mean something only with ``Status.OK``, and ``generation`` with a mismatch too."""
 
     status: Status
     offset: int = 0

@@ -161,7 +161,8 @@ class Table:
         """Holds a complete value in place until :meth:`unpin`, and counts as a use of it.
 
         Returns:
-            ``OK`` with offset, checksum and generation; ``ABSENT``, ``BAD_LENGTH`` or ``BAD_LAYOUT``.
+            ``OK`` with offset, checksum and generation; ``ABSENT``; ``BAD_LENGTH`` or ``BAD_LAYOUT`` with the
+            generation, so that the reader can report the value.
         """
         entry = self._find(key)
         if entry is None:
@@ -169,7 +170,8 @@ class Table:
             return PinResult(Status.ABSENT)
         if entry.length != length or entry.layout != layout:
             self._counters.mismatches += 1
-            return PinResult(Status.BAD_LENGTH if entry.length != length else Status.BAD_LAYOUT)
+            status = Status.BAD_LENGTH if entry.length != length else Status.BAD_LAYOUT
+            return PinResult(status, generation=entry.generation)
         entry.move(EntryEvent.PIN)
         entry.pins += 1
         if entry.pins == 1:

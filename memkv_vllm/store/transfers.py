@@ -140,7 +140,7 @@ class Transfers:
             self._give_up(job, uses)
         self._count(job, sum(request.items[i].extent.length for i, s in enumerate(job.statuses) if s is Status.OK))
         return [
-            result._replace(status=status) if status is Status.OK else GetResult(status, 0, 0, 0)
+            result if result.status is status else GetResult(status, 0, 0, 0)
             for result, status in zip(results, job.statuses, strict=True)
         ]
 
@@ -183,9 +183,9 @@ class Transfers:
                 continue
             status, offset, checksum, algorithm, generation = self._table.pin(key, extent.length, layout)
             job.statuses[index] = status
+            results[index] = GetResult(status, algorithm, checksum, generation)
             if status is Status.OK:
                 job.statuses[index] = Status.FAILED  # until it was pushed
-                results[index] = GetResult(status, algorithm, checksum, generation)
                 uses.append(Use(UseKind.PINNED, index, key, generation, offset, extent, checksum))
 
     async def _run(self, job: _Job, uses: list[Use]) -> None:

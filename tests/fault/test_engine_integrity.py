@@ -190,15 +190,17 @@ def test_a_checksum_of_an_unknown_kind_is_no_checksum() -> None:
 # ------------------------------------------------------------------------------------------------ length and layout
 
 
-def test_a_value_of_another_layout_is_refused(cluster: Cluster) -> None:
-    """P004, P060: the same key and length, allocated in another order."""
+def test_a_value_of_another_layout_is_refused_and_makes_room(cluster: Cluster) -> None:
+    """P004, P060: the same key and length, allocated in another order: hidden, so that a usable one can be stored."""
     settings = cluster.settings()
     with rank(settings) as one, rank(settings, mover=ArrayMover(128, VALUE, layout=8)) as other:
         one.ready().stored(range(4))
         assert other.ready().loaded(range(4)).lost == {LossReason.LAYOUT: 4}
         assert other.mover.scattered == []
-        result = one.loaded(range(4))
-        assert (result.lost, one.wrong(result, range(4))) == ({}, [])
+        eventually(lambda: one.loaded([0]).lost == {LossReason.EVICTED: 1}, "the values were reported and hidden")
+        other.stored(range(4))
+        result = other.loaded(range(4))
+        assert (result.lost, other.wrong(result, range(4))) == ({}, [])
 
 
 @pytest.mark.parametrize("value", [VALUE // 2, 2 * VALUE])

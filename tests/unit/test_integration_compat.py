@@ -413,13 +413,17 @@ def test_the_default_policy_is_advised_against_with_the_exact_argument() -> None
 
 def test_the_advice_shows_no_value_that_may_be_a_secret() -> None:
     secret = "5ec12e7" * 5
-    advice = compat.failure_policy_advice(
-        vllm_config(
-            auth_key=secret, license="short-secret", auht_key="plain", memkv_spec_prefix=f"v2-{'ab' * 32}",
-            memkv_num_threads={"auth_key": "inner"}, nested={"auth_key": "deeper"}, offload_prompt_only=True,
-            **{"ab" * 32: 1},
-        )
-    )  # fmt: skip
+    extra: dict[str, Any] = {
+        "auth_key": secret,
+        "license": "short-secret",
+        "auht_key": "plain",
+        "memkv_spec_prefix": f"v2-{'ab' * 32}",
+        "memkv_num_threads": {"auth_key": "inner"},
+        "nested": {"auth_key": "deeper"},
+        "offload_prompt_only": True,
+        "ab" * 32: 1,
+    }
+    advice = compat.failure_policy_advice(vllm_config(**extra))
     assert advice is not None
     for hidden in (secret, "short-secret", "plain", "inner", "deeper", "ab" * 16):
         assert hidden not in advice
