@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import anyio
-from anyio.abc import TaskGroup
 
 from memkv_vllm.config import DirectConfig
 from memkv_vllm.engine.api import BlockMover, BlockRef, EngineStatistics, JobResult
@@ -132,7 +131,6 @@ class EngineCore:
         self._touching: Counter[int] = Counter()
         self._lost = {f"{direction.value}_{reason.value}": 0 for direction in Direction for reason in LossReason}
         self._event = anyio.Event()
-        self._tasks: TaskGroup | None = None
         self._lanes = self._make_lanes()
 
     def _make_lanes(self) -> list[Lane]:
@@ -149,14 +147,12 @@ class EngineCore:
         """Serve jobs until cancelled."""
         try:
             async with anyio.create_task_group() as tasks:
-                self._tasks = tasks
                 tasks.start_soon(self.client.run)
                 tasks.start_soon(self.slots.run)
                 tasks.start_soon(self._expire)
                 for lane in self._lanes:
                     tasks.start_soon(lane.run)
         finally:
-            self._tasks = None
             self.schedule.abandon_all(LossReason.ENGINE)
             self.report()
 

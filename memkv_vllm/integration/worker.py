@@ -35,7 +35,7 @@ class MemKVOffloadingWorker(compat.OffloadingWorker):
 
     Args:
         engine: started; closed by ``shutdown``.
-        namespace: digest that this rank derives by itself; only compared, jobs carry the manager's.
+        namespace: digest that this rank derives by itself; jobs carry the manager's, and a change is logged.
         device: where the KV tensors live.
         rank: for logs.
         clock: monotonic seconds.
@@ -100,6 +100,15 @@ class MemKVOffloadingWorker(compat.OffloadingWorker):
         if len(spec.keys) != len(block_ids):
             # vLLM leaves out null blocks (sliding windows): which key goes with which block is then unknown.
             raise MemkvError(f"a job of {len(block_ids)} GPU blocks and {len(spec.keys)} keys")
+        if spec.namespace != self._namespace:
+            # Right after a cache reset; at the first job it would mean that the two sides read the configuration apart.
+            logger.warning(
+                "event=namespace_changed rank=%d from=%s to=%s",
+                self._rank,
+                self._namespace.hex()[:12],
+                spec.namespace.hex()[:12],
+            )
+            self._namespace = spec.namespace
         return [
             BlockRef(block_prefix(spec.namespace, *compat.split_offload_key(key)), block_id)
             for key, block_id in zip(spec.keys, block_ids, strict=True)

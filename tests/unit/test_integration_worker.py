@@ -166,3 +166,11 @@ def test_shutdown_closes_the_engine_once(worker: MemKVOffloadingWorker, engine: 
     assert [call[0] for call in engine.calls].count("close") == 1
     assert worker.submit_load(1, ours(1), gpu(10)) is True
     assert len(worker.get_finished()) == 1 and worker.take_load_errors() == {10}
+
+
+def test_a_namespace_other_than_its_own_is_said_once(
+    worker: MemKVOffloadingWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    for job in range(3):
+        worker.submit_store(job, gpu(10), ours(1, namespace=bytes(32)))
+    assert caplog.text.count("event=namespace_changed") == 1
