@@ -61,9 +61,10 @@ class DirectConfig(Settings):
     store_threads: Lanes = 0
     """See `memkv_load_threads`: both above 0, or both 0."""
 
-    max_store_backlog_mb: Count = 2048
-    """Stores of a rank waiting beyond this many MiB are shed and counted; loads never are. As for the tier; what waits
-    holds no staging, only the order of work."""
+    max_store_backlog_mb: Count = 16384
+    """Stores of a rank waiting beyond this many MiB are shed and counted; loads never are. What waits holds no staging,
+    only GPU blocks that vLLM can take back at any time. 16 GiB is a prompt of 128 k tokens of an 8B model (TP 1, bf16):
+    less would cut the tail of a single long prompt."""
 
     wait_timeout_s: Seconds = 120.0
     """Deadline of one transfer job from its submission; past it the job is abandoned and fails, and vLLM is told which

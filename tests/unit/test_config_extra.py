@@ -28,7 +28,7 @@ def test_the_defaults_are_those_of_the_spec() -> None:
         "scratch_mb_per_thread": 128,
         "load_threads": 0,
         "store_threads": 0,
-        "max_store_backlog_mb": 2048,
+        "max_store_backlog_mb": 16384,
         "wait_timeout_s": 120.0,
         "lookup_timeout_s": 1.0,
         "lookup_hit_ttl": 30.0,
