@@ -21,7 +21,6 @@ from dataclasses import asdict, dataclass, fields
 
 KEY_FORMAT = 1
 NAMESPACE_BYTES = 32
-MAX_GROUPS = 1 << 16
 MAX_SHARDS = 1 << 16
 _NAMESPACE_SLICE = slice(1, 1 + NAMESPACE_BYTES)
 

@@ -57,12 +57,10 @@ class ErrorCode(IntEnum):
     BAD_REQUEST = 2
     LIMIT = 3
     DENIED = 4
-    UNKNOWN_REGION = 5
     VERSION = 6
     UNKNOWN_KEY = 7
     BAD_PROOF = 8
     BUSY = 9
-    CLOSING = 10
 
 
 class ErrorReply(NamedTuple):

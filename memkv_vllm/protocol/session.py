@@ -51,9 +51,6 @@ from memkv_vllm.types import Role, SessionId
 
 _T = TypeVar("_T")
 
-DEFAULT_MAX_FRAME_BYTES = 4 << 20
-"""1024 keys of 69 bytes with their extents take 0.1 MiB; the rest is room for manifests and statistics."""
-
 MAX_REJECT_TEXT = 120
 """Characters; at most four bytes each, so that a REJECT fits in a handshake body."""
 

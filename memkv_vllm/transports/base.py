@@ -30,7 +30,7 @@ worker threads of the transport, outside the interpreter lock.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -258,10 +258,6 @@ class ServerTransport(Protocol):
         accepting, ends and fences every session, then returns.
         """
         ...
-
-
-Clock = Callable[[], float]
-Sleep = Callable[[float], Awaitable[None]]
 
 
 def remaining(deadline: Deadline, now: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -68,9 +69,8 @@ async def until_closed(stream: SocketStream, timeout_s: float = 10) -> bytes:
     """Everything that comes until the server closes."""
     received = b""
     with anyio.fail_after(timeout_s):
-        try:
+        # A reset is an end, too.
+        with contextlib.suppress(ConnectionLost):
             while data := await stream.receive():
                 received += data
-        except ConnectionLost:
-            pass  # a reset is an end, too
     return received

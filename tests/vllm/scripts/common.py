@@ -20,19 +20,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from memkv_vllm.demo import generate
 from memkv_vllm.demo.model import TinyLlama, write_tiny_llama
 
 MODEL = TinyLlama()
 BLOCK_TOKENS = 32
 """The smallest that vLLM's CPU attention takes."""
 
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_DO_NOT_TRACK": "1",
-    "HF_HUB_OFFLINE": "1",
-    "PYTHONHASHSEED": "0",
+ENVIRONMENT = generate.ENVIRONMENT | {
     "MEMKV_TRANSPORT": "loopback",
     "MEMKV_CONNECT_TIMEOUT_S": "2",
     "MEMKV_OP_TIMEOUT_S": "10",
