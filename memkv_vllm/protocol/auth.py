@@ -8,6 +8,7 @@ a proof can never be replayed as the other side's, nor a key be mistaken for a p
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 from dataclasses import dataclass, field
 
@@ -23,10 +24,14 @@ MAX_KEY_ID_BYTES = 32
 
 @dataclass(frozen=True)
 class Credentials:
-    """What a client presents: the id of its key (at most 32 ASCII bytes) and the key itself (32 bytes)."""
+    """What a client presents: the id of its key (at most 32 ASCII bytes), the key itself (32 bytes), and its license.
+
+    The license (the text of a JWT) leaves this process only towards a server that proved the key and asks for one.
+    """
 
     key: bytes = field(repr=False)
     key_id: str = "default"
+    license: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if len(self.key) != KEY_BYTES:
@@ -46,22 +51,41 @@ def proof(key: bytes, role: Role, transcript: bytes) -> bytes:
     return _label(key, f"memkv proof {role.value}", transcript)
 
 
-def check(expected: bytes, seen: bytes) -> bool:
+def check(expected: bytes, seen: bytes | memoryview) -> bool:
     """Compare two proofs or MACs in constant time."""
     return hmac.compare_digest(expected, seen)
 
 
-class Sealer:
-    """Makes the MACs of one direction of one session."""
+_BLOCK_BYTES = 64
+"""Of SHA-256: what HMAC pads its key to."""
 
-    __slots__ = ("_key",)
+
+class Sealer:
+    """Makes the MACs of one direction of one session.
+
+    HMAC is two hashes that begin with the padded key (RFC 2104). Both beginnings are hashed once and copied for each
+    frame: a short frame's MAC takes a third of the time of ``hmac.digest``, which sets up the key again each time.
+    """
+
+    __slots__ = ("_inner", "_outer")
 
     def __init__(self, key: bytes, sender: Role, transcript: bytes) -> None:
-        self._key = _label(key, f"memkv session {sender.value}", transcript)
+        padded = _label(key, f"memkv session {sender.value}", transcript).ljust(_BLOCK_BYTES, b"\0")
+        self._inner = hashlib.sha256(bytes(byte ^ 0x36 for byte in padded))
+        self._outer = hashlib.sha256(bytes(byte ^ 0x5C for byte in padded))
 
-    def mac(self, header: bytes, body: bytes | memoryview) -> bytes:
-        """The MAC of a frame: the header carries the sequence number, so nothing replays or reorders."""
-        return hmac.digest(self._key, b"".join((header, body)), "sha256")[:MAC_BYTES]
+    def mac(self, header: bytes | memoryview, body: bytes | memoryview = b"") -> bytes:
+        """The MAC of a frame: the header carries the sequence number, so nothing replays or reorders.
+
+        A frame whose header and body lie side by side may be given as one.
+        """
+        inner = self._inner.copy()
+        inner.update(header)
+        if body:
+            inner.update(body)
+        outer = self._outer.copy()
+        outer.update(inner.digest())
+        return outer.digest()[:MAC_BYTES]
 
     def __repr__(self) -> str:
         return "<Sealer>"

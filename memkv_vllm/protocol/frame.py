@@ -28,6 +28,7 @@ MAGIC = b"mKV1"
 MIN_VERSION = 1
 MAX_VERSION = 1
 MAC_BYTES = 16
+_TLS_RECORD = b"\x16\x03"
 MAX_HANDSHAKE_BODY = 512
 """An unauthenticated peer can make us hold no more than this."""
 
@@ -54,6 +55,8 @@ class MessageType(IntEnum):
     ADMIN = 25
     FENCE = 26
     BYE = 27
+    ATTACH = 28
+    LICENSE = 29
 
 
 HANDSHAKE_TYPES = frozenset({MessageType.HELLO, MessageType.PROOF, MessageType.REJECT})
@@ -65,6 +68,10 @@ class Flags(IntFlag):
     NONE = 0
     REPLY = 1
     ERROR = 2
+
+
+_FLAGS = tuple(Flags(value) for value in range(4))
+_TYPES = {member.value: member for member in MessageType}
 
 
 class Header(NamedTuple):
@@ -83,19 +90,24 @@ def pack_header(header: Header) -> bytes:
     return _HEADER.pack(MAGIC, *header)
 
 
-def unpack_header(data: bytes | bytearray | memoryview) -> Header:
-    """Parse the first ``HEADER_BYTES`` of ``data``.
+def pack_fields(version: int, type: int, flags: int, request_id: int, body_length: int, sequence: int) -> bytes:
+    """The 28 bytes of a header, of its fields."""
+    return _HEADER.pack(MAGIC, version, type, flags, request_id, body_length, sequence)
+
+
+def unpack_header(data: bytes | bytearray | memoryview, offset: int = 0) -> Header:
+    """Parse the ``HEADER_BYTES`` of ``data`` from ``offset`` on.
 
     Raises:
         RemoteProtocolError: wrong magic, unknown type or flags.
     """
-    magic, version, kind, flags, request_id, body_length, sequence = _HEADER.unpack_from(data)
+    magic, version, kind, flags, request_id, body_length, sequence = _HEADER.unpack_from(data, offset)
     if magic != MAGIC:
-        raise RemoteProtocolError("magic", "the peer does not speak this protocol (wrong magic)")
-    try:
-        message_type = MessageType(kind)
-    except ValueError:
-        raise RemoteProtocolError("type", f"unknown message type {kind}") from None
+        what = "begins with TLS, which is off here" if magic[:2] == _TLS_RECORD else "does not speak this protocol"
+        raise RemoteProtocolError("magic", f"the peer {what} (wrong magic)")
+    message_type = _TYPES.get(kind)
+    if message_type is None:
+        raise RemoteProtocolError("type", f"unknown message type {kind}")
     if flags & ~3:
         raise RemoteProtocolError("flags", f"unknown header flags {flags:#x}")
-    return Header(version, message_type, Flags(flags), request_id, body_length, sequence)
+    return Header(version, message_type, _FLAGS[flags], request_id, body_length, sequence)

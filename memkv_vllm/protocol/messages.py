@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from struct import Struct
 from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
@@ -24,6 +24,10 @@ from memkv_vllm.types import Extent, MemoryKind, SessionId, Status
 R = TypeVar("R", covariant=True)
 
 MAX_ERROR_TEXT = 1024
+
+_new = tuple.__new__
+"""Makes a NamedTuple of all its fields. Its own constructor is a Python function and takes twice as long; values come
+in batches of many, a server's by the hundred thousand a second."""
 
 
 class Request(Protocol[R]):
@@ -61,6 +65,7 @@ class ErrorCode(IntEnum):
     UNKNOWN_KEY = 7
     BAD_PROOF = 8
     BUSY = 9
+    LICENSE = 10
 
 
 class ErrorReply(NamedTuple):
@@ -75,14 +80,20 @@ class ErrorReply(NamedTuple):
 
     @classmethod
     def unpack(cls, body: memoryview) -> ErrorReply:
-        """Parse; an unknown code becomes INTERNAL."""
+        """Parse; an unknown code becomes INTERNAL.
+
+        The text ends up in logs and on terminals, and before authentication anybody may have written it: what is
+        not printable is replaced.
+        """
         (code,) = codec.unpack_head(Struct("<H"), body)
         known = code if code in ErrorCode._value2member_map_ else ErrorCode.INTERNAL
-        return cls(ErrorCode(known), bytes(body[2 : 2 + MAX_ERROR_TEXT]).decode("utf-8", "replace"))
+        text = bytes(body[2 : 2 + MAX_ERROR_TEXT]).decode("utf-8", "replace")
+        return cls(ErrorCode(known), "".join(char if char.isprintable() else "\ufffd" for char in text))
 
     def to_exception(self) -> StoreError:
         """The exception that a refused request raises at the client."""
-        return StoreError(f"{self.code.name.lower()}: {self.text}")
+        code = self.code.name.lower()
+        return StoreError(f"{code}: {self.text}", code)
 
 
 class PutItem(NamedTuple):
@@ -111,14 +122,13 @@ class GetResult(NamedTuple):
     generation: int
 
 
-def _status(value: int) -> Status:
-    """An unknown status means failure, never success (fault P068)."""
-    return Status(value) if value in Status._value2member_map_ else Status.FAILED
+_STATUSES = tuple(Status(value) if value in Status._value2member_map_ else Status.FAILED for value in range(256))
+"""By the byte on the wire. An unknown status means failure, never success (fault P068)."""
 
 
 def _statuses(body: memoryview, count: int) -> list[Status]:
     codec.expect_length(body, count)
-    return [_status(value) for value in body]
+    return [_STATUSES[value] for value in body]
 
 
 def _check_count(count: int) -> None:
@@ -155,11 +165,12 @@ class Put:
     def unpack(cls, body: memoryview) -> Put:
         """Parse a request body."""
         count, k, algorithm, timeout_ms = codec.unpack_head(cls._HEAD, body)
-
-        def make(key: bytes, checksum: int, layout: int, region: int, offset: int, length: int) -> PutItem:
-            return PutItem(key, checksum, layout, Extent(region, offset, length))
-
-        return cls(codec.unpack_items(cls._ITEM, k, count, body, cls._HEAD.size, make), algorithm, timeout_ms)
+        rows = codec.unpack_rows(cls._ITEM, k, count, body, cls._HEAD.size)
+        items = [
+            _new(PutItem, (key, checksum, layout, _new(Extent, (region, offset, length))))
+            for key, checksum, layout, region, offset, length in rows
+        ]
+        return cls(items, algorithm, timeout_ms)
 
     def reply(self, body: memoryview) -> list[Status]:
         """One status per item, in the order sent: ``<B`` each."""
@@ -193,11 +204,12 @@ class Get:
     def unpack(cls, body: memoryview) -> Get:
         """Parse a request body."""
         count, k, timeout_ms = codec.unpack_head(cls._HEAD, body)
-
-        def make(key: bytes, layout: int, region: int, offset: int, length: int) -> GetItem:
-            return GetItem(key, layout, Extent(region, offset, length))
-
-        return cls(codec.unpack_items(cls._ITEM, k, count, body, cls._HEAD.size, make), timeout_ms)
+        rows = codec.unpack_rows(cls._ITEM, k, count, body, cls._HEAD.size)
+        items = [
+            _new(GetItem, (key, layout, _new(Extent, (region, offset, length))))
+            for key, layout, region, offset, length in rows
+        ]
+        return cls(items, timeout_ms)
 
     @classmethod
     def pack_reply(cls, results: Sequence[GetResult]) -> bytes:
@@ -206,11 +218,11 @@ class Get:
 
     def reply(self, body: memoryview) -> list[GetResult]:
         """One result per item, in the order sent."""
-
-        def make(status: int, algorithm: int, checksum: int, generation: int) -> GetResult:
-            return GetResult(_status(status), algorithm, checksum, generation)
-
-        return codec.unpack_items(self._RESULT, 0, len(self.items), body, 0, make)
+        rows = codec.unpack_rows(self._RESULT, 0, len(self.items), body, 0)
+        return [
+            _new(GetResult, (_STATUSES[status], algorithm, checksum, generation))
+            for status, algorithm, checksum, generation in rows
+        ]
 
 
 @dataclass(frozen=True)
@@ -245,13 +257,16 @@ class Exists:
         count, k, shards = codec.unpack_head(cls._HEAD, body)
         if shards == 0:
             raise RemoteProtocolError("shards", "EXISTS for zero shards")
-        return cls(codec.unpack_items("{k}s", k, count, body, cls._HEAD.size, bytes), shards)
+        return cls(codec.unpack_keys(k, count, body, cls._HEAD.size), shards)
 
     def reply(self, body: memoryview) -> list[bool]:
         """Per block: are all its shards there?"""
-        codec.expect_length(body, len(self.prefixes) * self.row_bytes)
-        full = ((1 << self.shards) - 1).to_bytes(self.row_bytes, "little")
-        width = self.row_bytes
+        count, width = len(self.prefixes), self.row_bytes
+        codec.expect_length(body, count * width)
+        if width == 1:
+            every = (1 << self.shards) - 1
+            return [True] * count if body == bytes((every,)) * count else [row == every for row in body]
+        full = ((1 << self.shards) - 1).to_bytes(width, "little")
         return [bytes(body[at : at + width]) == full for at in range(0, len(body), width)] if width else []
 
 
@@ -309,7 +324,7 @@ class Delete:
     def unpack(cls, body: memoryview) -> Delete:
         """Parse a request body."""
         count, k = codec.unpack_head(cls._HEAD, body)
-        return cls(codec.unpack_items("{k}s", k, count, body, cls._HEAD.size, bytes))
+        return cls(codec.unpack_keys(k, count, body, cls._HEAD.size))
 
     def reply(self, body: memoryview) -> list[Status]:
         """OK or ABSENT (or DENIED) per key."""
@@ -435,6 +450,67 @@ class Fence:
         codec.expect_length(body, 0)
 
 
+MAX_COMMAND_BYTES = 65536
+"""An ADMIN command is a name and a few numbers."""
+
+MAX_LICENSE_BYTES = 8192
+"""A signed license with a handful of claims has some 500 bytes."""
+
+
+@dataclass(frozen=True)
+class License:
+    """The client's license, as the first request to a server that asked for one in its PROOF. Reply: empty.
+
+    Body: the text of a JWT, ASCII. A license that is not valid ends the session with an error reply that says why.
+    """
+
+    TYPE: ClassVar[MessageType] = MessageType.LICENSE
+
+    token: str = field(repr=False)
+
+    def pack(self) -> bytes:
+        """The body."""
+        return self.token.encode("ascii", "replace")
+
+    @classmethod
+    def unpack(cls, body: memoryview) -> License:
+        """Parse a request body."""
+        if len(body) > MAX_LICENSE_BYTES:
+            raise RemoteProtocolError("length", f"a license of {len(body)} bytes; at most {MAX_LICENSE_BYTES}")
+        return cls(bytes(body).decode("ascii", "replace"))
+
+    def reply(self, body: memoryview) -> None:
+        """Empty."""
+        codec.expect_length(body, 0)
+
+
+@dataclass(frozen=True)
+class Attach:
+    """Make this connection a data connection of a live session of the same key: ``<16s`` its id. Reply: empty.
+
+    The only request of a connection whose HELLO says ``PeerKind.DATA``. After the reply the frames of this protocol
+    end on it, and those of ``memkv_vllm.transports.tcp.commands`` begin.
+    """
+
+    TYPE: ClassVar[MessageType] = MessageType.ATTACH
+
+    session: SessionId
+
+    def pack(self) -> bytes:
+        """The body."""
+        return bytes(self.session)
+
+    @classmethod
+    def unpack(cls, body: memoryview) -> Attach:
+        """Parse a request body."""
+        codec.expect_length(body, 16)
+        return cls(SessionId(bytes(body)))
+
+    def reply(self, body: memoryview) -> None:
+        """Empty."""
+        codec.expect_length(body, 0)
+
+
 @dataclass(frozen=True)
 class _Empty(Generic[R]):
     """A request without a body."""
@@ -491,7 +567,9 @@ class Stat(_Empty[dict[str, Any]]):
 class Admin:
     """A command that changes the server's state, as a JSON object ``{"command": ..., ...}``; JSON reply.
 
-    Version 1 knows ``{"command": "reset", "namespace": "<64 hex>"}``: an O(1) epoch bump.
+    ``{"command": "reset", "namespace": "<64 hex>"}`` is an O(1) epoch bump, ``{"command": "gc", "idle_s": number}``
+    does it to idle namespaces, ``{"command": "evict", "bytes": integer}`` frees that much of the arena,
+    ``{"command": "namespaces"}`` lists what is held.
     """
 
     TYPE: ClassVar[MessageType] = MessageType.ADMIN
@@ -504,7 +582,9 @@ class Admin:
 
     @classmethod
     def unpack(cls, body: memoryview) -> Admin:
-        """Parse a request body."""
+        """Parse a request body: JSON takes many times its length when parsed, so it is bounded apart from the frame."""
+        if len(body) > MAX_COMMAND_BYTES:
+            raise RemoteProtocolError("length", f"a command of {len(body)} bytes; at most {MAX_COMMAND_BYTES}")
         return cls(_json_object(body))
 
     def reply(self, body: memoryview) -> dict[str, Any]:

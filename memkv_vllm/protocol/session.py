@@ -10,7 +10,7 @@ Handshake::
       HELLO  versions, role, key id, nonce   -->
              <--  HELLO  version, server id, session id, limits, nonce, proof of the server
       PROOF  proof of the client             -->
-             <--  PROOF  (the first frame with a MAC)
+             <--  PROOF  whether a license is asked for (the first frame with a MAC)
 
 Each side proves the key over both HELLO bodies before anything else of it is parsed; from then on every
 frame carries a MAC under a key per direction and the next sequence number of that direction. A server that
@@ -25,7 +25,7 @@ session. Any error leaves the session in ``CLOSED``; nothing more can be sent or
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from struct import Struct
 from typing import NamedTuple, TypeVar
@@ -43,7 +43,7 @@ from memkv_vllm.protocol.frame import (
     Flags,
     Header,
     MessageType,
-    pack_header,
+    pack_fields,
     unpack_header,
 )
 from memkv_vllm.protocol.messages import ErrorCode, ErrorReply
@@ -116,6 +116,13 @@ TRANSITIONS: dict[Role, dict[tuple[State, Input], State]] = {
 }
 
 
+_KEEP_READY = {
+    role: tuple(what for (state, what), after in table.items() if state is after is State.READY)
+    for role, table in TRANSITIONS.items()
+}
+"""What changes nothing once the handshake is over; every message is one. Tuples, since an Enum is slow to hash."""
+
+
 class PeerKind(Enum):
     """What a client is for; the server shows it and applies limits by it."""
 
@@ -125,6 +132,8 @@ class PeerKind(Enum):
     """The scheduler side: control only."""
     TOOL = 3
     """Command line, bench, fence-only connections."""
+    DATA = 4
+    """No session of its own: a data connection, to be attached to one (tcp transport)."""
 
 
 class Limits(NamedTuple):
@@ -154,10 +163,11 @@ class Established:
     key_id: str
     kind: PeerKind
     version: int
+    asks_license: bool = False
+    """Client side: the server answers LICENSE and nothing else until it has seen a valid one."""
 
 
-@dataclass(frozen=True)
-class RequestReceived:
+class RequestReceived(NamedTuple):
     """A request came in (server side). ``body`` owns its bytes."""
 
     request_id: int
@@ -165,8 +175,7 @@ class RequestReceived:
     body: memoryview
 
 
-@dataclass(frozen=True)
-class ReplyReceived:
+class ReplyReceived(NamedTuple):
     """A reply came in (client side); ``error`` is set when the request was refused as a whole."""
 
     request_id: int
@@ -177,10 +186,16 @@ class ReplyReceived:
 
 Event = Established | RequestReceived | ReplyReceived
 
+_ERROR_REPLY = Flags.REPLY | Flags.ERROR
+
 # HELLO of a client: lowest and highest version, kind, key id (zero padded), nonce.
 _CLIENT_HELLO = Struct(f"<BBB{auth.MAX_KEY_ID_BYTES}s{auth.NONCE_BYTES}s")
 # HELLO of a server: version, server id, boot id, session id, max frame, max batch, max in flight, max value, nonce.
 _SERVER_HELLO = Struct(f"<B16s16s16sIHHQ{auth.NONCE_BYTES}s")
+
+
+# Body of a server's PROOF: empty, or this.
+_ASKS_LICENSE = b"\x01"
 
 
 @dataclass
@@ -219,6 +234,7 @@ class Session:
         find_key: Callable[[str], bytes | None] | None = None,
     ) -> None:
         self.role = role
+        self._keep_ready = _KEEP_READY[role]
         self.state = State.IDLE
         self.established: Established | None = None
         self._nonce = nonce
@@ -229,28 +245,39 @@ class Session:
         self._handshake = _Handshake(kind=kind)
         self._max_body = MAX_HANDSHAKE_BODY
         self._incoming = bytearray()
+        """The beginning of a frame whose rest has not come yet."""
+        self._due_bytes = HEADER_BYTES
+        """So many bytes it must have at least before it is worth another look."""
         self._outgoing: list[bytes] = []
         self._seal_ours: Sealer | None = None
         self._seal_theirs: Sealer | None = None
         self._sequence_ours = 0
         self._sequence_theirs = 0
         self._next_request_id = 1
+        self._binding = b""
 
     def __repr__(self) -> str:
         return f"<Session {self.role.value} {self.state.value} sent={self._sequence_ours} seen={self._sequence_theirs}>"
 
     # -- driver's verbs
 
+    def bind(self, binding: bytes) -> None:
+        """Cover ``binding`` with the handshake: what both ends must know of the channel beneath. Before anything else.
+
+        Over TLS it is a digest of the server's certificate; a peer that saw another one fails the proof.
+        """
+        self._binding = binding
+
     def start(self) -> None:
         """Client: queue HELLO. Call ``data_to_send`` next."""
         self._move(Input.START)
-        credentials = self._require(self._credentials)
+        credentials = _require(self._credentials)
         handshake = self._handshake
         handshake.key, handshake.key_id = credentials.key, credentials.key_id
         body = _CLIENT_HELLO.pack(
             MIN_VERSION, MAX_VERSION, handshake.kind.value, credentials.key_id.encode("ascii"), self._nonce
         )
-        handshake.transcript = body
+        handshake.transcript = self._binding + body
         self._queue(MessageType.HELLO, Flags.NONE, 0, body)
 
     def receive_data(self, data: bytes | bytearray | memoryview) -> list[Event]:
@@ -261,17 +288,19 @@ class Session:
             AuthError, VersionError: the handshake failed; send what ``data_to_send`` holds, then close.
             ConnectError: client: the server refused (busy, closing, too many sessions).
         """
-        events: list[Event] = []
         if self.state is State.CLOSED:
-            return events
-        self._incoming += data
+            return []
+        if self._incoming:
+            self._incoming += data
+            if len(self._incoming) < self._due_bytes:
+                return []
+            data = bytes(self._incoming)
+            self._incoming.clear()
         try:
-            while (event := self._next_frame()) is not None:
-                events += event
+            return self._take_frames(data if isinstance(data, bytes) else bytes(data))
         except Exception:
             self.state = State.CLOSED
             raise
-        return events
 
     def data_to_send(self) -> bytes:
         """Everything queued since the last call."""
@@ -295,12 +324,12 @@ class Session:
     def send_error(self, request_id: int, type: MessageType, error: ErrorReply) -> None:
         """Server: queue an error reply. Call ``data_to_send`` next."""
         self._move(Input.SEND_REPLY)
-        self._queue(type, Flags.REPLY | Flags.ERROR, request_id, error.pack())
+        self._queue(type, _ERROR_REPLY, request_id, error.pack())
 
-    def accept(self) -> None:
+    def accept(self, *, asks_license: bool = False) -> None:
         """Server: let the proven client in; its first sealed frame goes out. Call ``data_to_send`` next."""
         self._move(Input.ACCEPT)
-        self._queue(MessageType.PROOF, Flags.REPLY, 0, b"")
+        self._queue(MessageType.PROOF, Flags.REPLY, 0, _ASKS_LICENSE if asks_license else b"")
 
     def reject(self, code: ErrorCode, text: str) -> None:
         """Server: refuse a client that is not in yet and end the session. Call ``data_to_send`` next."""
@@ -327,10 +356,26 @@ class Session:
         self._move(Input.CLOSE)
         self._incoming.clear()
 
+    def hand_over(self) -> tuple[Sealer, Sealer]:
+        """End the session and give its seals, ours and theirs, to what speaks over the connection from here on.
+
+        Raises:
+            RemoteProtocolError: the peer has sent more than it may before it was told to go on.
+            LocalProtocolError: the handshake is not done.
+        """
+        ours, theirs = _require(self._seal_ours), _require(self._seal_theirs)
+        within = len(self._incoming)
+        self.close()
+        if within:
+            raise RemoteProtocolError("handover", f"{within} bytes too many before the connection was handed over")
+        return ours, theirs
+
     # -- frames
 
     def _move(self, what: Input, *, remote: bool = False) -> None:
         before = self.state
+        if before is State.READY and what in self._keep_ready:
+            return
         after = TRANSITIONS[self.role].get((before, what))
         if after is None:
             self.state = State.CLOSED
@@ -339,74 +384,75 @@ class Session:
         self.state = after
 
     def _queue(self, type: MessageType, flags: Flags, request_id: int, body: bytes) -> None:
-        sealed = self._seal_ours is not None
-        if sealed and len(body) > self._max_body:
-            raise LocalProtocolError(f"a {type.name} of {len(body)} bytes; the peer takes {self._max_body}")
-        sequence = self._sequence_ours if sealed else 0
-        header = pack_header(Header(self._handshake.version, type, flags, request_id, len(body), sequence))
-        self._outgoing += (header, body)
-        if self._seal_ours is not None:
-            self._outgoing.append(self._seal_ours.mac(header, body))
-            self._sequence_ours += 1
+        seal, length = self._seal_ours, len(body)
+        if seal is None:
+            self._outgoing.append(pack_fields(self._handshake.version, type, flags, request_id, length, 0) + body)
+            return
+        if length > self._max_body:
+            raise LocalProtocolError(f"a {type.name} of {length} bytes; the peer takes {self._max_body}")
+        sequence = self._sequence_ours
+        frame = pack_fields(self._handshake.version, type, flags, request_id, length, sequence) + body
+        self._outgoing += (frame, seal.mac(frame))
+        self._sequence_ours = sequence + 1
 
-    def _next_frame(self) -> list[Event] | None:
-        """Take one frame off the buffer; None when it is not complete yet."""
-        if len(self._incoming) < HEADER_BYTES or self.state is State.CLOSED:
-            return None
-        header = unpack_header(self._incoming)
-        if header.body_length > self._max_body:
-            raise RemoteProtocolError("length", f"a body of {header.body_length} bytes; at most {self._max_body}")
-        if self._seal_theirs is not None and header.sequence != self._sequence_theirs:
-            raise RemoteProtocolError("sequence", f"sequence {header.sequence}; {self._sequence_theirs} was due")
-        end = HEADER_BYTES + header.body_length
-        total = end + (MAC_BYTES if self._seal_theirs is not None else 0)
-        if len(self._incoming) < total:
-            return None
-        frame = bytes(self._incoming[:total])
-        del self._incoming[:total]
-        body = memoryview(frame)[HEADER_BYTES:end]
-        if self._seal_theirs is not None:
-            if not auth.check(self._seal_theirs.mac(frame[:HEADER_BYTES], body), frame[end:]):
-                raise RemoteProtocolError("mac", "a frame's MAC does not match")
-            self._sequence_theirs += 1
-        return self._dispatch(header, body)
+    def _take_frames(self, data: bytes) -> list[Event]:
+        """The events of the whole frames in ``data``; what is left is kept. One pass: every message goes this way."""
+        events: list[Event] = []
+        at, length = 0, len(data)
+        self._due_bytes = HEADER_BYTES
+        while length - at >= HEADER_BYTES and self.state is not State.CLOSED:
+            header = unpack_header(data, at)
+            seal, size = self._seal_theirs, HEADER_BYTES + header.body_length
+            # Refused before any of it is kept.
+            if header.body_length > self._max_body:
+                raise RemoteProtocolError("length", f"a body of {header.body_length} bytes; at most {self._max_body}")
+            if seal is not None:
+                size += MAC_BYTES
+                if header.sequence != self._sequence_theirs:
+                    text = f"sequence {header.sequence}; {self._sequence_theirs} was due"
+                    raise RemoteProtocolError("sequence", text)
+            if length - at < size:
+                self._due_bytes = size
+                break
+            # An event keeps its frame, not everything that came with it.
+            frame = memoryview(data if size == length else data[at : at + size])
+            at += size
+            if seal is not None:
+                if not auth.check(seal.mac(frame[:-MAC_BYTES]), frame[-MAC_BYTES:]):
+                    raise RemoteProtocolError("mac", "a frame's MAC does not match")
+                self._sequence_theirs += 1
+            events += self._dispatch(header, frame[HEADER_BYTES : HEADER_BYTES + header.body_length])
+        if at < length and self.state is not State.CLOSED:
+            self._incoming += data[at:]
+        return events
 
     def _dispatch(self, header: Header, body: memoryview) -> list[Event]:
         kind = header.type
         if kind in HANDSHAKE_TYPES:
-            self._check_handshake_header(header)
-        if kind is MessageType.HELLO:
-            self._move(Input.RECV_HELLO, remote=True)
-            return self._server_hello(header, body) if self.role is Role.CLIENT else self._client_hello(header, body)
-        if kind is MessageType.PROOF:
-            self._move(Input.RECV_PROOF, remote=True)
-            self._check_version(header, self._handshake.version)
-            return self._accepted(body) if self.role is Role.CLIENT else self._client_proof(body)
-        if kind is MessageType.REJECT:
-            self._move(Input.RECV_REJECT, remote=True)
-            raise self._rejected(ErrorReply.unpack(body))
-        self._check_version(header, self._handshake.version)
+            return self._handshake_frame(header, body)
+        _check_version(header, self._handshake.version)
         if self.role is Role.SERVER:
             self._move(Input.RECV_REQUEST, remote=True)
-            if header.flags:
+            if header.flags is not Flags.NONE:
                 raise RemoteProtocolError("flags", "a client sent a reply")
             return [RequestReceived(header.request_id, kind, body)]
         self._move(Input.RECV_REPLY, remote=True)
-        if not header.flags & Flags.REPLY:
+        if header.flags not in (Flags.REPLY, _ERROR_REPLY):
             raise RemoteProtocolError("flags", "a server sent a request")
-        error = ErrorReply.unpack(body) if header.flags & Flags.ERROR else None
+        error = ErrorReply.unpack(body) if header.flags is not Flags.REPLY else None
         return [ReplyReceived(header.request_id, kind, body, error)]
 
-    def _check_handshake_header(self, header: Header) -> None:
-        # Handshake headers are covered by no proof, so nothing in them may be free to choose.
-        due = Flags.REPLY if self.role is Role.CLIENT else Flags.NONE
-        if header.flags != due or header.request_id or header.sequence:
-            raise RemoteProtocolError("header", f"{header.type.name} with flags, request id or sequence set")
-
-    @staticmethod
-    def _check_version(header: Header, version: int) -> None:
-        if header.version != version:
-            raise RemoteProtocolError("version", f"a frame of version {header.version}; {version} was due")
+    def _handshake_frame(self, header: Header, body: memoryview) -> list[Event]:
+        _check_handshake_header(header, self.role)
+        if header.type is MessageType.HELLO:
+            self._move(Input.RECV_HELLO, remote=True)
+            return self._server_hello(header, body) if self.role is Role.CLIENT else self._client_hello(header, body)
+        if header.type is MessageType.PROOF:
+            self._move(Input.RECV_PROOF, remote=True)
+            _check_version(header, self._handshake.version)
+            return self._accepted(body) if self.role is Role.CLIENT else self._client_proof(body)
+        self._move(Input.RECV_REJECT, remote=True)
+        raise self._rejected(ErrorReply.unpack(body))
 
     # -- handshake, server side
 
@@ -416,25 +462,25 @@ class Session:
         if lowest > MAX_VERSION or highest < MIN_VERSION:
             text = f"the client speaks versions {lowest}-{highest}, this server {MIN_VERSION}-{MAX_VERSION}"
             raise self._reject(ErrorCode.VERSION, VersionError(text))
-        self._check_version(header, highest)
+        _check_version(header, highest)
         name = key_id.rstrip(b"\0").decode("ascii", "replace")
-        key = self._require(self._find_key)(name)
+        key = _require(self._find_key)(name)
         if key is None:
             raise self._reject(ErrorCode.UNKNOWN_KEY, AuthError("unknown key id"))
         handshake = self._handshake
         handshake.version = min(highest, MAX_VERSION)
         handshake.key, handshake.key_id = key, name
         handshake.kind = PeerKind(kind) if kind in PeerKind._value2member_map_ else PeerKind.TOOL
-        identity = self._require(self._identity)
+        identity = _require(self._identity)
         ours = _SERVER_HELLO.pack(
             handshake.version,
             identity.server_id,
             identity.boot_id,
-            self._require(self._session_id),
+            _require(self._session_id),
             *identity.limits,
             self._nonce,
         )
-        handshake.transcript = bytes(body) + ours
+        handshake.transcript = self._binding + bytes(body) + ours
         self._queue(MessageType.HELLO, Flags.REPLY, 0, ours + auth.proof(key, Role.SERVER, handshake.transcript))
         return []
 
@@ -442,9 +488,9 @@ class Session:
         handshake = self._handshake
         if not auth.check(auth.proof(handshake.key, Role.CLIENT, handshake.transcript), bytes(body)):
             raise self._reject(ErrorCode.BAD_PROOF, AuthError("the client does not hold the key that it named"))
-        identity = self._require(self._identity)
+        identity = _require(self._identity)
         self._seal(identity.limits)
-        return [self._established(self._require(self._session_id), identity)]
+        return [self._established(_require(self._session_id), identity)]
 
     def _reject(self, code: ErrorCode, error: AuthError | VersionError) -> AuthError | VersionError:
         self.reject(code, str(error))
@@ -458,13 +504,16 @@ class Session:
         version, server_id, boot_id, session_id, *limits, _ = _SERVER_HELLO.unpack(ours)
         if not MIN_VERSION <= version <= MAX_VERSION:
             raise VersionError(f"the server chose version {version}; this client speaks {MIN_VERSION}-{MAX_VERSION}")
-        self._check_version(header, version)
+        _check_version(header, version)
         handshake = self._handshake
         handshake.version = version
         handshake.transcript += ours
         expected = auth.proof(handshake.key, Role.SERVER, handshake.transcript)
         if not auth.check(expected, bytes(body[_SERVER_HELLO.size :])):
-            raise AuthError("the server does not hold this auth_key: set the same auth_key on both sides")
+            raise AuthError(
+                f"the server does not hold this auth_key under the id {handshake.key_id!r}: set the same auth_key, and "
+                "its auth_key_id, on both sides"
+            )
         self._queue(MessageType.PROOF, Flags.NONE, 0, auth.proof(handshake.key, Role.CLIENT, handshake.transcript))
         self._identity = ServerIdentity(server_id, boot_id, Limits(*limits))
         self._session_id = SessionId(session_id)
@@ -472,8 +521,12 @@ class Session:
         return []
 
     def _accepted(self, body: memoryview) -> list[Event]:
-        codec.expect_length(body, 0)
-        return [self._established(self._require(self._session_id), self._require(self._identity))]
+        asks_license = body == _ASKS_LICENSE
+        if not asks_license:
+            codec.expect_length(body, 0)
+        established = self._established(_require(self._session_id), _require(self._identity))
+        self.established = replace(established, asks_license=asks_license)
+        return [self.established]
 
     def _rejected(self, reply: ErrorReply) -> Exception:
         if reply.code is ErrorCode.VERSION:
@@ -497,8 +550,20 @@ class Session:
         self.established = Established(session, server, handshake.key_id, handshake.kind, handshake.version)
         return self.established
 
-    @staticmethod
-    def _require(value: _T | None) -> _T:
-        if value is None:
-            raise LocalProtocolError("the session was made without what its role needs")
-        return value
+
+def _require(value: _T | None) -> _T:
+    if value is None:
+        raise LocalProtocolError("the session was made without what its role needs")
+    return value
+
+
+def _check_handshake_header(header: Header, role: Role) -> None:
+    # Handshake headers are covered by no proof, so nothing in them may be free to choose.
+    due = Flags.REPLY if role is Role.CLIENT else Flags.NONE
+    if header.flags != due or header.request_id or header.sequence:
+        raise RemoteProtocolError("header", f"{header.type.name} with flags, request id or sequence set")
+
+
+def _check_version(header: Header, version: int) -> None:
+    if header.version != version:
+        raise RemoteProtocolError("version", f"a frame of version {header.version}; {version} was due")

@@ -102,6 +102,7 @@ class ClientConnection(Protocol):
 
         Raises:
             RequestTimeout: no reply by ``deadline``; bytes may still move.
+            NotSent: it could not be sent by ``deadline``; no byte moves, and the connection is none the worse.
             ConnectionLost: the connection ended; bytes may still move until ``fence``.
             StoreError: the server refused the request as a whole; no byte moves.
             LocalProtocolError: the request breaks a limit of the server; nothing was sent.
@@ -207,12 +208,48 @@ class SessionHandler(Protocol):
         """Told to every client in the handshake."""
         ...
 
+    @property
+    def asks_license(self) -> bool:
+        """Whether a session must present a license before anything else."""
+        ...
+
     def find_key(self, key_id: str) -> bytes | None:
-        """The 32-byte key of ``key_id``."""
+        """The 32-byte key of ``key_id``.
+
+        For an id that it does not know, a handler may return 32 fresh random bytes: nobody can prove them, and a
+        stranger cannot tell an unknown id from a wrong key.
+        """
+        ...
+
+    def unproven(self, key_id: str) -> None:
+        """A peer has named ``key_id`` and did not prove its key; called once it was answered.
+
+        Counting and logging belong here and not into :meth:`find_key`, whose time a stranger can measure.
+        """
+        ...
+
+    def licensed(self, peer: ServerPeer, token: str) -> None:
+        """``peer``, which was opened, presents its license. Raises ``LicenseError`` to refuse it; says why."""
+        ...
+
+    async def watch(self, peer: ServerPeer) -> None:
+        """Runs beside the requests of an opened session, until cancelled at its end.
+
+        Raises:
+            RemoteProtocolError: the session may not go on (its key was removed, its license has expired): cut it.
+        """
+        ...
+
+    def answer(self, peer: ServerPeer, type: int, body: memoryview) -> bytes | None:
+        """Carry out one request that needs no waiting and return the reply's body; None: :meth:`handle` is for it.
+
+        Called straight from the loop's read callback, so it must be short and never wait. Nothing has happened yet
+        where it returns None. Raises what :meth:`handle` raises.
+        """
         ...
 
     async def handle(self, peer: ServerPeer, type: int, body: memoryview) -> bytes:
-        """Carry out one request and return the reply's body.
+        """Carry out one request, of any type, and return the reply's body.
 
         Called in a task of its own; at most ``identity.limits.max_inflight`` at once per session.
 
@@ -249,6 +286,14 @@ class ServerTransport(Protocol):
     @property
     def name(self) -> str:
         """For logs."""
+        ...
+
+    def reload(self) -> None:
+        """Read again what it holds of files, a renewed certificate; connections that are up keep what they have.
+
+        Raises:
+            ConfigError: they cannot be used; nothing has changed.
+        """
         ...
 
     async def serve(self, handler: SessionHandler, memory: HostMemory, *, task_status: Any = ...) -> None:

@@ -2,12 +2,14 @@
 
 Life: :meth:`ControlChannel.open` performs the handshake; the owner starts :meth:`ControlChannel.run` in a task
 group; :meth:`ControlChannel.request` may be called from many tasks at once. At most ``max_inflight`` requests
-(the server's limit) are on their way; a request that timed out keeps its place until its late reply comes, since
-the server is still busy with it. When ``run`` ends, every pending request fails with ``ConnectionLost``.
+(the server's limit) are on their way, one of them a PING; a request that timed out keeps its place until its late
+reply comes, since the server is still busy with it. When ``run`` ends, every pending request fails with
+``ConnectionLost``.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import time
@@ -23,15 +25,17 @@ from memkv_vllm.errors import (
     ConnectionLost,
     LocalProtocolError,
     MemkvError,
+    NotSent,
     RemoteProtocolError,
     RequestTimeout,
     VersionError,
 )
 from memkv_vllm.protocol.auth import NONCE_BYTES, Credentials
 from memkv_vllm.protocol.frame import MessageType
-from memkv_vllm.protocol.messages import Bye, Request, batch_count
+from memkv_vllm.protocol.messages import Bye, Ping, Request, batch_count
 from memkv_vllm.protocol.session import Established, PeerKind, ReplyReceived, Session
 from memkv_vllm.transports.base import remaining
+from memkv_vllm.transports.licensing import present_license
 from memkv_vllm.transports.streams import ControlStream, FrameWriter, send_all
 from memkv_vllm.types import Deadline, Role
 
@@ -50,15 +54,13 @@ class ChannelStatistics(NamedTuple):
     waiting_bytes: int
 
 
-class _Pending:
+class _Pending(NamedTuple):
     """One request on its way."""
 
-    __slots__ = ("abandoned", "arrived", "reply")
-
-    def __init__(self) -> None:
-        self.arrived = anyio.Event()
-        self.reply: ReplyReceived | None = None
-        self.abandoned = False
+    arrived: asyncio.Future[ReplyReceived | None]
+    """None: there will be no reply, because its deadline has passed or the channel has ended."""
+    deadline: Deadline
+    has_place: bool
 
 
 class ControlChannel:
@@ -72,7 +74,10 @@ class ControlChannel:
         self._label = label
         self._writer = FrameWriter(stream)
         self._pending: dict[int, _Pending] = {}
-        self._places = anyio.Semaphore(established.server.limits.max_inflight, fast_acquire=True)
+        # One of the server's places is kept for PING: whether it lives can be asked however busy it is.
+        self._places = anyio.Semaphore(max(1, established.server.limits.max_inflight - 1), fast_acquire=True)
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
         self._closing = False
         self._ended: MemkvError | None = None
         self._sent = self._replies = self._late_replies = 0
@@ -93,11 +98,16 @@ class ControlChannel:
         Raises:
             ConnectError: no answer by ``deadline``, or the server closed or refused the connection.
             AuthError, VersionError, RemoteProtocolError: the handshake failed.
+            LicenseError: the server asks for a license that is missing or not valid there.
         """
         session = Session(Role.CLIENT, os.urandom(NONCE_BYTES), credentials=credentials, kind=kind)
         try:
             with anyio.fail_after(remaining(deadline, time.monotonic())):
-                established = await _shake_hands(stream, session)
+                await stream.secure()
+                session.bind(stream.binding)
+                established = await shake_hands(stream, session)
+                if established.asks_license:
+                    await present_license(stream, session, credentials.license)
         except TimeoutError:
             stream.close()
             raise ConnectError(f"{label} accepted the connection and did not answer by the deadline") from None
@@ -129,7 +139,9 @@ class ControlChannel:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._writer.run)
                 try:
-                    await self._read_replies()
+                    await self._stream.feed(self._received)
+                    if self._ended is None:
+                        self._session.receive_eof()
                     error = ConnectionLost(f"{self._label} closed the connection")
                 except MemkvError as seen:
                     error = seen
@@ -144,26 +156,29 @@ class ControlChannel:
     async def request(self, request: Request[R], deadline: Deadline, fds: Sequence[int] = ()) -> R:
         """Send ``request`` and await its reply; see ``ClientConnection.request``. ``fds`` go with the frame."""
         body = self._pack(request)
-        pending: _Pending | None = None
-        with anyio.move_on_after(remaining(deadline, time.monotonic())):
-            await self._places.acquire()
-            pending = self._send(request.TYPE, body, fds)
-            try:
-                await pending.arrived.wait()
-            finally:
-                pending.abandoned = not pending.arrived.is_set()
-        # A reply that came in the same moment as the deadline counts as arrived.
-        if pending is not None and pending.arrived.is_set():
-            return self._outcome(request, pending)
-        self._check_alive()
-        what = "did not answer" if pending is not None else "had no place for"
-        raise RequestTimeout(f"{self._label} {what} {request.TYPE.name} by its deadline")
+        has_place = request.TYPE is not Ping.TYPE
+        if has_place and self._places.value and deadline > time.monotonic():
+            self._places.acquire_nowait()
+        elif has_place and not await self._take_place(deadline):
+            self._check_alive()
+            raise NotSent(f"{self._label} had no place for {request.TYPE.name} by its deadline")
+        pending = self._send(request.TYPE, body, deadline, fds, has_place)
+        # Nothing but a future and one timer per channel: this is the engine's way to every lookup.
+        reply = await pending.arrived
+        if reply is None:
+            self._check_alive()
+            raise RequestTimeout(f"{self._label} did not answer {request.TYPE.name} by its deadline")
+        return self._outcome(request, reply)
 
     def close(self) -> None:
         """End the channel at once; ``run`` returns, pending requests fail. A second call does nothing."""
         if self._ended is None:
             self._closing = True
             self._end(ConnectionLost(f"the connection to {self._label} was closed on this side"))
+
+    def fail(self, error: MemkvError) -> None:
+        """End the channel at once because of ``error``, which ``run`` raises. A second call does nothing."""
+        self._end(error)
 
     # -- inside
 
@@ -178,26 +193,58 @@ class ControlChannel:
             raise LocalProtocolError(f"a {request.TYPE.name} of {count} keys; the server takes {limits.max_batch_keys}")
         return body
 
-    def _send(self, type: MessageType, body: bytes, fds: Sequence[int]) -> _Pending:
+    async def _take_place(self, deadline: Deadline) -> bool:
+        """False: none was free by ``deadline``."""
+        left_s = remaining(deadline, time.monotonic())
+        if not left_s:
+            return False
+        with anyio.move_on_after(left_s):
+            await self._places.acquire()
+            return True
+        return False
+
+    def _send(
+        self, type: MessageType, body: bytes, deadline: Deadline, fds: Sequence[int], has_place: bool
+    ) -> _Pending:
         try:
             self._check_alive()
             request_id = self._session.send_request(type, body)
         except BaseException:
-            self._places.release()
+            if has_place:
+                self._places.release()
             raise
-        pending = self._pending[request_id] = _Pending()
+        loop = asyncio.get_running_loop()
+        pending = self._pending[request_id] = _Pending(loop.create_future(), deadline, has_place)
         self._sent += 1
+        self._arm(loop, deadline)
         self._writer.send(self._session.data_to_send(), fds)
         return pending
+
+    def _arm(self, loop: asyncio.AbstractEventLoop, deadline: Deadline) -> None:
+        """Have :meth:`_expire` run by ``deadline``. Deadlines mostly grow, so the timer is hardly ever moved."""
+        if self._timer is not None:
+            if self._timer_at <= deadline:
+                return
+            self._timer.cancel()
+        self._timer_at = deadline
+        self._timer = loop.call_later(remaining(deadline, time.monotonic()), self._expire, loop)
+
+    def _expire(self, loop: asyncio.AbstractEventLoop) -> None:
+        """End the waiting of requests whose deadline has passed. They keep their places until their late replies."""
+        self._timer = None
+        now = time.monotonic()
+        waiting = [pending for pending in self._pending.values() if not pending.arrived.done()]
+        for pending in waiting:
+            if pending.deadline <= now:
+                pending.arrived.set_result(None)
+        if left := [pending.deadline for pending in waiting if pending.deadline > now]:
+            self._arm(loop, min(left))
 
     def _check_alive(self) -> None:
         if self._ended is not None:
             raise ConnectionLost(str(self._ended))
 
-    def _outcome(self, request: Request[R], pending: _Pending) -> R:
-        reply = pending.reply
-        if reply is None:
-            raise ConnectionLost(str(self._ended))
+    def _outcome(self, request: Request[R], reply: ReplyReceived) -> R:
         if reply.error is not None:
             raise reply.error.to_exception()
         try:
@@ -208,26 +255,28 @@ class ControlChannel:
             self._end(error)
             raise
 
-    async def _read_replies(self) -> None:
-        while data := await self._stream.receive():
+    def _received(self, data: bytes) -> None:
+        try:
             for event in self._session.receive_data(data):
                 if isinstance(event, ReplyReceived):
                     self._take(event)
-        if self._ended is None:
-            self._session.receive_eof()
+        except MemkvError as error:
+            # At once, so that a request which comes before the owner's task has its turn is told the truth.
+            self._end(error)
+            raise
 
     def _take(self, reply: ReplyReceived) -> None:
         pending = self._pending.pop(reply.request_id, None)
         if pending is None:
             raise RemoteProtocolError("request_id", f"a reply to a request {reply.request_id} that was never sent")
-        self._places.release()
+        if pending.has_place:
+            self._places.release()
         self._replies += 1
-        if pending.abandoned:
+        if pending.arrived.done():  # timed out, or cancelled by its caller
             self._late_replies += 1
             _log.debug("%s: a late reply (%s) was dropped", self._label, reply.type.name)
             return
-        pending.reply = reply
-        pending.arrived.set()
+        pending.arrived.set_result(reply)
         if reply.type is Bye.TYPE and reply.error is None:
             self._closing = True
 
@@ -237,13 +286,23 @@ class ControlChannel:
         self._ended = error
         self._stream.close()
         self._writer.close()
+        if self._timer is not None:
+            self._timer.cancel()
         for pending in self._pending.values():
-            self._places.release()
-            pending.arrived.set()
+            if pending.has_place:
+                self._places.release()
+            if not pending.arrived.done():
+                pending.arrived.set_result(None)
         self._pending.clear()
 
 
-async def _shake_hands(stream: ControlStream, session: Session) -> Established:
+async def shake_hands(stream: ControlStream, session: Session) -> Established:
+    """Client: the whole handshake over a fresh stream. The caller keeps the deadline and closes the stream.
+
+    Raises:
+        ConnectionLost: the server ended it.
+        ConnectError, AuthError, VersionError, RemoteProtocolError: it failed.
+    """
     session.start()
     while True:
         try:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -27,6 +27,7 @@ import anyio
 
 from memkv_vllm.protocol.frame import MessageType
 from memkv_vllm.protocol.messages import ErrorCode, ErrorReply
+from memkv_vllm.transports.base import Move
 from memkv_vllm.types import Extent, Status
 
 DEATH_EXIT_CODE = 70
@@ -209,6 +210,11 @@ class FaultPlan:
                     return rule.action
         return None
 
+    @property
+    def idle(self) -> bool:
+        """Whether there is no rule at the moment."""
+        return not self._rules
+
     def delay_of(self, action: Delay | Throttle, length: int) -> float:
         """Seconds that a move of ``length`` bytes has to wait under ``action``."""
         if isinstance(action, Delay):
@@ -217,6 +223,26 @@ class FaultPlan:
             now = time.monotonic()
             self._free_at = max(self._free_at, now) + length / action.bytes_per_s
             return self._free_at - now
+
+
+class MoveFaults(NamedTuple):
+    """What strikes one batch of moves: how long all of it waits, and an action per slot that has one."""
+
+    delay_s: float
+    actions: dict[int, Action]
+
+
+def strike_moves(plan: FaultPlan | None, operation: Operation, moves: Sequence[Move]) -> MoveFaults:
+    """The faults of one pull or push, counted."""
+    delay_s, actions = 0.0, dict[int, Action]()
+    if plan is not None:
+        for slot, move in enumerate(moves):
+            action = plan.strike(operation, extent=move.remote)
+            if isinstance(action, (Delay, Throttle)):
+                delay_s = max(delay_s, plan.delay_of(action, move.remote.length))
+            elif action is not None:
+                actions[slot] = action
+    return MoveFaults(delay_s, actions)
 
 
 class Verdict(NamedTuple):
@@ -231,6 +257,11 @@ class ControlFaults:
     def __init__(self, plan: FaultPlan, cut: Callable[[], None]) -> None:
         self._plan = plan
         self._cut = cut
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is to be broken at the moment: then neither of the calls below would do anything."""
+        return self._plan.idle
 
     async def connected(self) -> None:
         """A connection was accepted."""

@@ -2,12 +2,11 @@
 
 Order of a session's life, whatever ends it::
 
-    admit -> handshake -> opened -> requests -> tasks cancelled and awaited -> bulk fenced -> closed -> departed
+    admit -> handshake -> opened -> license, if asked for -> requests -> tasks cancelled and awaited
+    -> bulk fenced -> closed -> departed
 
-REGISTER, FENCE and BYE are carried out here, everything else by the :class:`SessionHandler`. Each request runs in
-a task of its own, at most ``max_inflight`` at once; beyond, nothing is read any more, so a client can never make
-the server hold more requests or replies than that. A request's place is free again once its reply is sent; a
-client that does not read its replies is cut after ``write_timeout_s``.
+REGISTER, FENCE and BYE are carried out by the driver, everything else by the :class:`SessionHandler`. How requests
+are answered and bounded is :mod:`memkv_vllm.transports.answering`.
 
 Before authentication a peer costs one task, one session object and at most one read's bytes for at most
 ``handshake_timeout_s``; its first bad frame ends it.
@@ -17,44 +16,37 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import anyio
 
 from memkv_vllm.errors import (
     AuthError,
+    ConnectError,
     ConnectionLost,
-    LocalProtocolError,
+    LicenseError,
     MemkvError,
     RemoteProtocolError,
     StoreError,
     VersionError,
 )
 from memkv_vllm.protocol.auth import NONCE_BYTES
-from memkv_vllm.protocol.frame import MessageType
-from memkv_vllm.protocol.messages import ErrorCode, ErrorReply, Fence, Register, batch_count
-from memkv_vllm.protocol.session import Established, RequestReceived, Session, State
-from memkv_vllm.transports.base import ServerPeer, SessionHandler
-from memkv_vllm.transports.faults import ControlFaults, FaultPlan, NoReply, spoilt
+from memkv_vllm.protocol.messages import ErrorCode
+from memkv_vllm.protocol.session import Established, PeerKind, Session, State
+from memkv_vllm.transports.answering import Answering, Channel, ControlPeer
+from memkv_vllm.transports.base import SessionHandler
+from memkv_vllm.transports.faults import ControlFaults, FaultPlan
+from memkv_vllm.transports.handshakes import Handshake, Handshakes
+from memkv_vllm.transports.licensing import demand_license
 from memkv_vllm.transports.streams import ControlStream, FrameWriter, send_all
 from memkv_vllm.types import Role, SessionId
 
+__all__ = ["ControlPeer", "LiveSessions", "ServeOptions", "TakeOver", "serve_control"]
+
 _log = logging.getLogger("memkv.transports.serving")
 
-_MOVES_BYTES = frozenset({MessageType.PUT, MessageType.GET})
-
-
-class ControlPeer(ServerPeer, Protocol):
-    """What a transport's peer adds for this module."""
-
-    def offered(self, offer: Register, stream: ControlStream) -> None:
-        """A REGISTER came in and will be carried out; called in order of arrival.
-
-        A transport that passes file descriptors takes the region's from ``stream`` here.
-        """
-        ...
+_TLS_ASKED = "this server takes control connections over TLS only: set tls (MEMKV_TLS=true)"
 
 
 @dataclass(frozen=True)
@@ -63,12 +55,15 @@ class ServeOptions:
 
     handshake_timeout_s: float = 5.0
     write_timeout_s: float = 10.0
+    requires_tls: bool = False
+    """Control connections that come without TLS are refused (data connections carry no control frames)."""
 
 
 class LiveSessions:
-    """The sessions of one server transport that are not fenced yet: what FENCE asks."""
+    """The sessions of one server transport that are not fenced yet: what FENCE asks. And those that are to be."""
 
     def __init__(self) -> None:
+        self.handshakes = Handshakes()
         self._live: dict[SessionId, tuple[str, Callable[[], None], anyio.Event]] = {}
 
     def __len__(self) -> int:
@@ -97,6 +92,13 @@ class LiveSessions:
         await event.wait()
 
 
+TakeOver = Callable[[Session, ControlStream], Awaitable[None]]
+"""Given an authenticated connection that says it is a data connection; ends when it is attached to its session.
+
+It may raise ``RemoteProtocolError``, ``ConnectionLost`` or ``StoreError``: the connection is then cut.
+"""
+
+
 async def serve_control(
     stream: ControlStream,
     handler: SessionHandler,
@@ -106,6 +108,8 @@ async def serve_control(
     options: ServeOptions,
     label: str,
     faults: FaultPlan | None = None,
+    take_over: TakeOver | None = None,
+    origin: str = "",
 ) -> None:
     """Serve one accepted connection until it ends and is fenced. Owns ``stream``; never raises.
 
@@ -117,18 +121,24 @@ async def serve_control(
         options: time limits.
         label: where the connection comes from, for logs.
         faults: what to break, in tests.
+        take_over: takes data connections; without, they are cut.
+        origin: the host that it comes from: among hosts, places of handshakes are shared out fairly.
     """
-    if not handler.admit():
+    if not handler.admit() and not (await sessions.handshakes.make_room(origin) and handler.admit()):
         _refuse(stream, handler)
         return
+    handshake = sessions.handshakes.begin(origin)
     try:
-        await _ServerChannel(stream, handler, make_peer, sessions, options, label, faults or FaultPlan()).run()
+        channel = _ServerChannel(stream, handler, make_peer, sessions, options, label, faults or FaultPlan(), take_over)
+        await channel.run(handshake)
     except Exception:
         _log.exception("%s: a session ended by a fault of this server", label)
         handler.counted("internal_error")
     finally:
+        sessions.handshakes.end(handshake)
         stream.close()
         handler.departed()
+        handshake.departed.set()
 
 
 def _refuse(stream: ControlStream, handler: SessionHandler) -> None:
@@ -151,7 +161,9 @@ class _ServerChannel:
         options: ServeOptions,
         label: str,
         faults: FaultPlan,
+        take_over: TakeOver | None,
     ) -> None:
+        self._take_over = take_over
         self._stream = stream
         self._handler = handler
         self._make_peer = make_peer
@@ -159,23 +171,37 @@ class _ServerChannel:
         self._options = options
         self._label = label
         self._faults = ControlFaults(faults, self.abort)
-        self._limits = handler.identity.limits
         self._session_id = SessionId(os.urandom(16))
         self._session = Session(
             Role.SERVER,
             os.urandom(NONCE_BYTES),
             identity=handler.identity,
             session_id=self._session_id,
-            find_key=handler.find_key,
+            find_key=self._find_key,
         )
+        self._key: bytes | None = None
+        self._key_id = ""
         self._writer = FrameWriter(stream)
-        self._places = anyio.Semaphore(self._limits.max_inflight, fast_acquire=True)
         self._scope = anyio.CancelScope()
 
-    async def run(self) -> None:
+    async def run(self, handshake: Handshake) -> None:
         """The whole life after ``admit``."""
-        established = await self._authenticate()
+        established: Established | None = None
+        with handshake.scope:
+            established = await self._authenticate()
+        self._sessions.handshakes.end(handshake)
+        if handshake.was_cut:
+            self._note("handshake_displaced")
+            return
         if established is None:
+            return
+        if established.kind is PeerKind.DATA:
+            await self._attach()
+            return
+        if self._options.requires_tls and not self._stream.secured:
+            self._note("refused_plain", ConnectError(_TLS_ASKED))
+            self._session.reject(ErrorCode.DENIED, _TLS_ASKED)
+            self._writer.send(self._session.data_to_send())
             return
         peer = self._make_peer(established)
         self._sessions.add(self._session_id, established.key_id, self._scope.cancel)
@@ -196,10 +222,24 @@ class _ServerChannel:
 
     # -- handshake
 
+    def _find_key(self, key_id: str) -> bytes | None:
+        self._key, self._key_id = self._handler.find_key(key_id), key_id
+        return self._key
+
+    def _check_key(self, key_id: str) -> None:
+        """Keys may be replaced at any moment: what was proven must be in force when the session opens."""
+        proven, self._key = self._key, None
+        if proven != self._handler.find_key(key_id):
+            error = AuthError("the key was replaced during the handshake")
+            self._session.reject(ErrorCode.UNKNOWN_KEY, str(error))
+            raise error
+
     async def _authenticate(self) -> Established | None:
         try:
             with anyio.fail_after(self._options.handshake_timeout_s):
                 await self._faults.connected()
+                await self._stream.secure()
+                self._session.bind(self._stream.binding)
                 try:
                     return await self._shake_hands()
                 except (AuthError, VersionError):
@@ -209,6 +249,7 @@ class _ServerChannel:
             self._note("handshake_timeout")
         except AuthError as error:
             self._note("auth_failed", error)
+            self._handler.unproven(self._key_id)
         except VersionError as error:
             self._note("cut_version", error)
         except RemoteProtocolError as error:
@@ -221,10 +262,31 @@ class _ServerChannel:
         while data := await self._stream.receive():
             for event in self._session.receive_data(data):
                 if isinstance(event, Established):
+                    self._check_key(event.key_id)
                     return event
             await send_all(self._stream, self._session.data_to_send())
-        self._session.receive_eof()
+        proven_to_it = self._session.state is State.PROOF_AWAITED
+        try:
+            self._session.receive_eof()
+        except RemoteProtocolError as error:
+            if proven_to_it and error.kind == "handshake":
+                # What an honest client does whose key differs: it checks our proof before it gives its own.
+                raise AuthError("it left after this server's proof: its key for that id is another one") from None
+            raise
         raise ConnectionLost("the stream ended in the handshake")
+
+    async def _attach(self) -> None:
+        try:
+            if self._take_over is None:
+                raise RemoteProtocolError("attach", "a data connection to a transport that has none")
+            with anyio.fail_after(self._options.handshake_timeout_s):
+                await self._take_over(self._session, self._stream)
+        except TimeoutError:
+            self._note("handshake_timeout")
+        except StoreError as error:
+            self._note("refused_attach", error)
+        except (RemoteProtocolError, ConnectionLost) as error:
+            self._note(_event(error), error)
 
     async def _open(self, peer: ControlPeer) -> bool:
         try:
@@ -235,7 +297,7 @@ class _ServerChannel:
             self._writer.send(self._session.data_to_send())
             return False
         self._stream.accept_fds()
-        self._session.accept()
+        self._session.accept(asks_license=self._handler.asks_license)
         self._writer.send(self._session.data_to_send())
         return True
 
@@ -245,96 +307,41 @@ class _ServerChannel:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._writer.run)
             try:
-                await self._read_requests(peer, tasks)
+                if self._handler.asks_license:
+                    timeout_s = self._options.handshake_timeout_s
+                    await demand_license(self._stream, self._writer, self._session, self._handler, peer, timeout_s)
+                tasks.start_soon(self._watch, peer)
+                await Answering(self._channel(), peer, tasks).run()
+            except LicenseError as error:
+                self._note("refused_license", error)
             except (RemoteProtocolError, ConnectionLost) as error:
                 self._cut(error)
             tasks.cancel_scope.cancel()
 
-    async def _read_requests(self, peer: ControlPeer, tasks: anyio.abc.TaskGroup) -> None:
-        while data := await self._stream.receive():
-            for event in self._session.receive_data(data):
-                if not isinstance(event, RequestReceived):
-                    continue
-                if event.type is MessageType.REGISTER:
-                    peer.offered(Register.unpack(event.body), self._stream)
-                if event.type is MessageType.BYE:
-                    await self._say_bye(peer, event)
-                    return
-                await self._places.acquire()
-                tasks.start_soon(self._serve, peer, event)
-        self._session.receive_eof()
-
-    async def _serve(self, peer: ControlPeer, event: RequestReceived) -> None:
+    async def _watch(self, peer: ControlPeer) -> None:
         try:
-            answer = await self._carry_out(peer, event)
-            if answer is not None:
-                await self._reply(event, answer)
-        except (RemoteProtocolError, ConnectionLost) as error:
+            await self._handler.watch(peer)
+        except RemoteProtocolError as error:
             self._cut(error)
-        finally:
-            self._places.release()
 
-    async def _carry_out(self, peer: ControlPeer, event: RequestReceived) -> bytes | ErrorReply | None:
-        verdict = await self._faults.requested(event.type)
-        if verdict is not None:
-            return verdict.answer
-        if batch_count(event.type, event.body) > self._limits.max_batch_keys:
-            return ErrorReply(ErrorCode.LIMIT, f"at most {self._limits.max_batch_keys} keys per batch")
-        try:
-            return await self._dispatch(peer, event)
-        except StoreError as error:
-            return ErrorReply(ErrorCode.BAD_REQUEST, str(error))
-        except RemoteProtocolError:
-            raise
-        except Exception:
-            _log.exception("%s: %s failed by a fault of this server", self._label, event.type.name)
-            self._handler.counted("internal_error")
-            if event.type in _MOVES_BYTES:
-                # An answer would say that nothing moves any more; here only the fence at the session's end knows.
-                raise ConnectionLost("a transfer failed by a fault of this server") from None
-            return ErrorReply(ErrorCode.INTERNAL, "the server failed to carry this out; its log says why")
+    def _channel(self) -> Channel:
+        return Channel(
+            self._stream,
+            self._writer,
+            self._session,
+            self._handler,
+            self._faults,
+            self._fence,
+            self._cut,
+            self._options.write_timeout_s,
+            self._label,
+        )
 
-    async def _dispatch(self, peer: ControlPeer, event: RequestReceived) -> bytes:
-        if event.type is MessageType.REGISTER:
-            offer = Register.unpack(event.body)
-            await peer.bulk.register(offer.region, offer.kind, offer.length, offer.token)
-            return b""
-        if event.type is MessageType.FENCE:
-            session = Fence.unpack(event.body).session
-            if session == self._session_id:
-                raise StoreError("a session is fenced over another connection than its own")
-            await self._sessions.fence(session, peer.established.key_id)
-            return b""
-        return await self._handler.handle(peer, event.type, event.body)
-
-    async def _reply(self, event: RequestReceived, answer: bytes | ErrorReply) -> None:
-        fault = await self._faults.replying(event.type)
-        if isinstance(fault, NoReply):
-            return
-        if self._session.state is not State.READY:
-            return  # it ended meanwhile
-        # From here to the writer nothing may be awaited: frames leave in the order of their sequence numbers.
-        try:
-            if isinstance(answer, ErrorReply):
-                self._session.send_error(event.request_id, event.type, answer)
-            else:
-                self._session.send_reply(event.request_id, event.type, answer)
-        except LocalProtocolError as error:
-            _log.error("%s: the reply to %s: %s", self._label, event.type.name, error)
-            self._session.send_error(event.request_id, event.type, ErrorReply(ErrorCode.INTERNAL, str(error)))
-        mark = self._writer.send(spoilt(self._session.data_to_send(), fault))
-        if self._writer.sent >= mark:
-            return
-        with anyio.move_on_after(self._options.write_timeout_s):
-            await self._writer.wait_sent(mark)
-            return
-        raise RemoteProtocolError("write_timeout", "the client does not read its replies")
-
-    async def _say_bye(self, peer: ControlPeer, event: RequestReceived) -> None:
-        for _ in range(self._limits.max_inflight):
-            await self._places.acquire()
-        await peer.bulk.fence()
-        await self._reply(event, b"")
+    async def _fence(self, session: SessionId) -> None:
+        if session == self._session_id:
+            raise StoreError("a session is fenced over another connection than its own")
+        established = self._session.established
+        await self._sessions.fence(session, established.key_id if established is not None else "")
 
     # -- ends and counts
 
@@ -345,9 +352,14 @@ class _ServerChannel:
 
     def _cut(self, error: MemkvError) -> None:
         if not self._scope.cancel_called:
-            self._note(f"cut_{error.kind}" if isinstance(error, RemoteProtocolError) else "cut_lost", error)
+            self._note(_event(error), error)
             self._scope.cancel()
 
     def _note(self, event: str, error: Exception | None = None) -> None:
         self._handler.counted(event)
         _log.info("%s: %s%s", self._label, event, f": {error}" if error else "")
+
+
+def _event(error: MemkvError) -> str:
+    """The counter of what ended a session."""
+    return f"cut_{error.kind}" if isinstance(error, RemoteProtocolError) else "cut_lost"

@@ -3,6 +3,10 @@
 Sending never awaits: a frame goes out at once as far as the socket takes it, the rest waits in a
 :class:`FrameWriter` whose task sends it. So cancelling a request can never leave half a frame on the wire, and
 frames never interleave. The writers above bound how much may wait.
+
+Reading goes two ways. ``receive`` awaits the next bytes; a handshake reads so. ``feed`` hands bytes to a plain
+function straight from the loop's read callback: what can be answered at once costs neither a task nor a further turn
+of the loop. Where the function needs to wait it gives back what to await, and nothing is read until that has returned.
 """
 
 from __future__ import annotations
@@ -12,27 +16,64 @@ import asyncio
 import os
 import socket
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 import anyio
 from anyio.lowlevel import checkpoint
 
-from memkv_vllm.errors import ConnectionLost, MemkvError, RemoteProtocolError
+from memkv_vllm.errors import ConnectionLost, LocalProtocolError, MemkvError, RemoteProtocolError
 
 READ_BYTES = 64 * 1024
 _MAX_FDS_PER_READ = 8
 _MAX_FDS_WAITING = 8
+_ANCILLARY_BYTES = socket.CMSG_SPACE(_MAX_FDS_PER_READ * array.array("i").itemsize)
+
+Rest = Callable[[], Awaitable[bool]]
+"""What is left to do where a reader has to wait; awaited by ``feed``, it says whether to read on."""
+
+Take = Callable[[bytes], Rest | None]
+"""Takes what came. It never blocks: where it would have to, it returns the :data:`Rest`."""
 
 
 class ControlStream(Protocol):
     """A connected byte stream. One task reads, one waits for room to write; ``close`` may come from anywhere."""
 
+    @property
+    def secured(self) -> bool:
+        """Whether what travels is encrypted; known after :meth:`secure`."""
+        ...
+
+    @property
+    def binding(self) -> bytes:
+        """What both ends know of the encryption beneath, for the handshake to cover; empty without any."""
+        ...
+
+    async def secure(self) -> None:
+        """Set up what lies beneath, once, before anything is read or sent; nothing for a plain socket.
+
+        Raises:
+            AuthError, ConnectionLost, RemoteProtocolError: it could not be set up.
+        """
+        ...
+
     async def receive(self) -> bytes:
         """The next bytes; empty at the end of the stream. Raises ``ConnectionLost``."""
         ...
 
-    def send_nowait(self, data: memoryview, fds: Sequence[int] = ()) -> int:
+    async def feed(self, take: Take) -> None:
+        """Give ``take`` whatever comes, in order, until the end of the stream or until a rest says so.
+
+        ``take`` may be called straight from the loop, outside any task. While a rest is awaited nothing is read.
+        A stream that has nothing quicker uses :func:`feed_by_receive`.
+
+        Raises:
+            ConnectionLost: the stream broke.
+            Exception: what ``take`` or a rest raised; nothing is read any more.
+        """
+        ...
+
+    def send_nowait(self, data: bytes | memoryview, fds: Sequence[int] = ()) -> int:
         """Number of bytes of ``data`` that were taken now; ``fds`` travel with the first. Raises ``ConnectionLost``."""
         ...
 
@@ -64,6 +105,9 @@ class SocketStream:
     anew for each. It is taken out only while data is there that nobody reads (back pressure).
     """
 
+    secured = False
+    binding = b""
+
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         self._sock = sock
@@ -71,10 +115,20 @@ class SocketStream:
         self._watching = False
         self._reader: asyncio.Future[bytes | MemkvError] | None = None
         self._unread: bytes | MemkvError | None = None
+        self._take: Take | None = None
+        self._turn: asyncio.Future[Rest | Exception | None] | None = None
+        """Of the task in ``feed``: done when there is a rest to await, an error to raise, or the end (None)."""
         self._writers = 0
         self._closing = False
         self._keep_fds = False
         self._fds: deque[int] = deque()
+
+    async def secure(self) -> None:
+        """See :class:`ControlStream`."""
+
+    def unread(self, data: bytes) -> None:
+        """Give back what :meth:`receive` returned last: the next reader gets it."""
+        self._unread = data
 
     async def receive(self) -> bytes:
         """See :class:`ControlStream`."""
@@ -86,9 +140,8 @@ class SocketStream:
         if self._unread is not None:
             reader.set_result(self._unread)
             self._unread = None
-        elif not self._watching:
-            self._loop.add_reader(self._sock, self._on_readable)
-            self._watching = True
+        else:
+            self._watch(self._loop)
         try:
             data: bytes | MemkvError = await reader
         except BaseException:
@@ -102,12 +155,34 @@ class SocketStream:
             raise data
         return data
 
-    def send_nowait(self, data: memoryview, fds: Sequence[int] = ()) -> int:
+    async def feed(self, take: Take) -> None:
+        """See :class:`ControlStream`."""
+        loop = self._loop = self._loop or asyncio.get_running_loop()
+        self._take = take
+        try:
+            while not self._closing:
+                turn = self._turn = loop.create_future()
+                if self._unread is not None:
+                    unread, self._unread = self._unread, None
+                    self._deliver(turn, unread)
+                if not turn.done():
+                    self._watch(loop)
+                rest = await turn
+                if isinstance(rest, Exception):
+                    raise rest
+                if rest is None or not await rest():
+                    return
+        finally:
+            self._take = self._turn = None
+
+    def send_nowait(self, data: bytes | memoryview, fds: Sequence[int] = ()) -> int:
         """See :class:`ControlStream`."""
         if self._closing:
             raise ConnectionLost("the connection is closed")
-        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         try:
+            if not fds:
+                return self._sock.send(data, socket.MSG_NOSIGNAL)
+            ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
             return self._sock.sendmsg([data], ancillary, socket.MSG_NOSIGNAL)
         except (BlockingIOError, InterruptedError):
             return 0
@@ -151,25 +226,66 @@ class SocketStream:
         self._pause()
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(b"")
+        if self._turn is not None and not self._turn.done():
+            self._turn.set_result(None)
         while (fd := self.take_fd()) is not None:
             os.close(fd)
         if not self._writers:
             self._sock.close()
 
+    def release(self) -> socket.socket:
+        """Stop using the socket and give it to the caller, who owns it: this stream has ended.
+
+        Nobody may be waiting to read or write. Bytes that were read and not taken would be lost, so there must be none.
+        """
+        if self._closing or self._writers or self._reader is not None or self._unread is not None:
+            raise LocalProtocolError("a stream was released while it was in use")
+        self._pause()
+        self._closing = True
+        return self._sock
+
     def _on_readable(self) -> None:
-        reader = self._reader
-        if reader is None:
+        turn, reader = self._turn, self._reader
+        if turn is not None and not turn.done():
+            data = self._read()
+            if data is not None:
+                self._deliver(turn, data)
+        elif reader is None or turn is not None:
             self._pause()
-        if reader is None or reader.done():
-            return
+        elif not reader.done() and (data := self._read()) is not None:
+            reader.set_result(data)
+
+    def _read(self) -> bytes | MemkvError | None:
+        """What has come, why nothing will come any more, or None: nothing yet."""
         try:
-            reader.set_result(self._read_fds() if self._keep_fds else self._sock.recv(READ_BYTES))
+            return self._read_fds() if self._keep_fds else self._sock.recv(READ_BYTES)
         except (BlockingIOError, InterruptedError):
-            pass
+            return None
         except OSError as error:
-            reader.set_result(ConnectionLost(f"reading from the peer: {error}"))
+            return ConnectionLost(f"reading from the peer: {error}")
         except RemoteProtocolError as error:
-            reader.set_result(error)
+            return error
+
+    def _deliver(self, turn: asyncio.Future[Rest | Exception | None], data: bytes | MemkvError) -> None:
+        """Hand ``data`` to the function that takes it; wake its task if it is needed. Never raises."""
+        outcome: Rest | Exception | None = None
+        if isinstance(data, MemkvError):
+            outcome = data
+        elif data and self._take is not None:
+            try:
+                outcome = self._take(data)
+            except Exception as error:
+                outcome = error
+            if outcome is None:
+                return
+        # Closed by the function itself: the task was woken by that.
+        if not turn.done():
+            turn.set_result(outcome)
+
+    def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        if not self._watching:
+            loop.add_reader(self._sock, self._on_readable)
+            self._watching = True
 
     def _pause(self) -> None:
         if self._watching and self._loop is not None:
@@ -177,8 +293,7 @@ class SocketStream:
             self._loop.remove_reader(self._sock)
 
     def _read_fds(self) -> bytes:
-        space = socket.CMSG_SPACE(_MAX_FDS_PER_READ * array.array("i").itemsize)
-        data, ancillary, _, _ = self._sock.recvmsg(READ_BYTES, space, socket.MSG_CMSG_CLOEXEC)
+        data, ancillary, _, _ = self._sock.recvmsg(READ_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
         for level, kind, payload in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 fds = array.array("i")
@@ -215,14 +330,21 @@ class FrameWriter:
         Returns:
             The mark that :meth:`wait_sent` takes.
         """
-        view = memoryview(data)
-        self._given += len(view)
+        self._given += len(data)
         if self._closed:
             self.sent = self._given
-        elif not self._waiting:
-            view, fds = self._try(view, fds)
-        if view and not self._closed:
-            self._waiting.append((view, [os.dup(fd) for fd in fds]))
+            return self._given
+        taken = 0
+        if not self._waiting:
+            try:
+                taken = self._stream.send_nowait(data, fds)
+            except ConnectionLost:
+                self._stream.end()
+                self.close()
+            self.sent += taken
+        if taken < len(data) and not self._closed:
+            left = () if taken else fds
+            self._waiting.append((memoryview(data)[taken:], [os.dup(fd) for fd in left]))
             self._wake.set()
         return self._given
 
@@ -254,16 +376,6 @@ class FrameWriter:
         self._advance(self._given - self.sent)
         self._wake.set()
 
-    def _try(self, view: memoryview, fds: Sequence[int]) -> tuple[memoryview, Sequence[int]]:
-        try:
-            taken = self._stream.send_nowait(view, fds)
-        except ConnectionLost:
-            self._stream.end()
-            self.close()
-            return view, fds
-        self.sent += taken
-        return view[taken:], () if taken else fds
-
     def _send_waiting(self) -> None:
         while self._waiting:
             view, fds = self._waiting[0]
@@ -281,6 +393,14 @@ class FrameWriter:
         self.sent += taken
         self._progress.set()
         self._progress = anyio.Event()
+
+
+async def feed_by_receive(stream: ControlStream, take: Take) -> None:
+    """:meth:`ControlStream.feed` for a stream that can only ``receive``."""
+    while data := await stream.receive():
+        rest = take(data)
+        if rest is not None and not await rest():
+            return
 
 
 async def send_all(stream: ControlStream, data: bytes) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import anyio
 import pytest
 
 from memkv_vllm.errors import ConnectionLost, RemoteProtocolError
-from memkv_vllm.transports.streams import FrameWriter, SocketStream, send_all
+from memkv_vllm.transports.streams import FrameWriter, Rest, SocketStream, Take, feed_by_receive, send_all
+from tests.support.harness import wait_until
 from tests.support.resources import num_fds
 
 pytestmark = pytest.mark.anyio
@@ -119,6 +122,129 @@ async def test_a_reset_is_a_lost_connection() -> None:
     with pytest.raises(ConnectionLost):
         await stream.receive()
     stream.close()
+
+
+# -- feed
+
+Feed = Callable[[SocketStream, Take], Coroutine[Any, Any, None]]
+both_ways = pytest.mark.parametrize("feed", [SocketStream.feed, feed_by_receive])
+
+
+@both_ways
+async def test_feed_hands_over_everything_up_to_the_end(feed: Feed) -> None:
+    ours, theirs = stream_pair()
+    taken = bytearray()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(feed, theirs, taken.extend)
+        for number in range(50):
+            await send_all(ours, bytes([number]) * 5000)
+        ours.close()
+    assert bytes(taken) == b"".join(bytes([number]) * 5000 for number in range(50))
+    theirs.close()
+
+
+@both_ways
+async def test_nothing_is_read_while_a_rest_is_awaited_nor_after_its_no(feed: Feed) -> None:
+    ours, theirs = stream_pair()
+    gate = anyio.Event()
+    taken: list[bytes] = []
+
+    async def wait() -> bool:
+        await gate.wait()
+        return len(taken) < 2
+
+    def take(data: bytes) -> Rest | None:
+        taken.append(data)
+        return wait
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(feed, theirs, take)
+        await send_all(ours, b"1")
+        await wait_until(lambda: taken, "the first bytes")
+        await send_all(ours, b"2")
+        await anyio.sleep(0.02)  # the loop sees it, and that nobody wants it
+        assert taken == [b"1"]
+        gate.set()
+    await send_all(ours, b"3")
+    assert taken == [b"1", b"2"]
+    assert await theirs.receive() == b"3"
+    ours.close()
+    theirs.close()
+
+
+@both_ways
+async def test_what_a_taker_raises_is_raised_to_the_feeder(feed: Feed) -> None:
+    ours, theirs = stream_pair()
+
+    def take(data: bytes) -> Rest | None:
+        raise RemoteProtocolError("mac", "no")
+
+    await send_all(ours, b"x")
+    with pytest.raises(RemoteProtocolError):
+        await feed(theirs, take)
+    await send_all(ours, b"y")
+    assert await theirs.receive() == b"y"
+    ours.close()
+    theirs.close()
+
+
+@both_ways
+async def test_closing_ends_feed_from_outside_and_from_the_taker_itself(feed: Feed) -> None:
+    before = num_fds()
+    for within in (True, False):
+        ours, theirs = stream_pair()
+        with anyio.fail_after(5):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(feed, theirs, lambda data, stream=theirs: stream.close())
+                await anyio.lowlevel.checkpoint()
+                if within:
+                    await send_all(ours, b"x")
+                else:
+                    theirs.close()
+        ours.close()
+    assert num_fds() == before
+
+
+@both_ways
+async def test_a_reset_ends_feed_as_a_lost_connection(feed: Feed) -> None:
+    ours, theirs = stream_pair()
+    ours.send_nowait(b"left unread")
+    theirs.send_nowait(b"left unread, too")
+    ours.close()
+    with pytest.raises(ConnectionLost):
+        await feed(theirs, lambda data: None)
+    theirs.close()
+
+
+async def test_what_a_cancelled_receive_left_is_fed_first() -> None:
+    ours, theirs = stream_pair()
+    task = asyncio.ensure_future(theirs.receive())
+    await anyio.sleep(0.01)
+    await send_all(ours, b"kept")
+    theirs._on_readable()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await send_all(ours, b"next")
+    ours.close()
+    taken: list[bytes] = []
+    await theirs.feed(taken.append)
+    assert b"".join(taken) == b"keptnext"
+    theirs.close()
+
+
+async def test_what_was_given_back_is_fed_first_and_then_what_came_while_nobody_read() -> None:
+    ours, theirs = stream_pair()
+    await send_all(ours, b"1")
+    theirs.unread(await theirs.receive())
+    await send_all(ours, b"2")
+    await wait_until(lambda: not theirs._watching, "the loop sees that nobody reads")
+    taken: list[bytes] = []
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(theirs.feed, taken.append)
+        await wait_until(lambda: b"".join(taken) == b"12", "both arrive")
+        ours.close()
+    theirs.close()
 
 
 # -- the writer
