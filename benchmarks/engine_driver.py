@@ -9,8 +9,9 @@ from types import TracebackType
 from benchmarks.geometry import LAYOUT, Durations, KeyRing, Shape
 from benchmarks.rows import Measurement, Stopwatch
 from benchmarks.staging import fill
+from memkv_vllm.config import RailAddress, ServerAddress
 from memkv_vllm.engine.api import BlockRef, JobResult, SlotRef
-from memkv_vllm.engine.client import ClusterSettings, ServerEndpoint
+from memkv_vllm.engine.client import ClusterSettings
 from memkv_vllm.engine.engine import EngineSettings, TransferEngine
 from memkv_vllm.engine.plan import plan_staging
 from memkv_vllm.protocol.auth import Credentials
@@ -34,7 +35,11 @@ class EngineDriver:
         self._ended: list[JobResult] = []
         self._engine = TransferEngine(
             cluster=ClusterSettings(
-                (ServerEndpoint("bench", "127.0.0.1", port),), Credentials(key), "loopback", 5.0, TIMEOUT_S
+                (ServerAddress("bench", (RailAddress("127.0.0.1", port),)),),
+                Credentials(key),
+                "loopback",
+                5.0,
+                TIMEOUT_S,
             ),
             plan=plan_staging(value_bytes, tokens_per_block=16),
             mover=_NoCopy(value_bytes),

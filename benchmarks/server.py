@@ -1,6 +1,6 @@
-"""A store in a process of its own, over loopback: what ``memkv start`` runs, with the benchmark's arena.
+"""A store in a process of its own: what ``memkv start`` runs, with the benchmark's arena.
 
-As a program: ``python -m benchmarks.server PORT ARENA_BYTES POPULATE`` with the key in hexadecimal on stdin.
+As a program: ``python -m benchmarks.server PORT ARENA_BYTES POPULATE TRANSPORT``, the key in hexadecimal on stdin.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import anyio
 from memkv_vllm.config import dev_server_config
 from memkv_vllm.store.server import StoreServer
 from memkv_vllm.transports.loopback import LoopbackServerTransport
+from memkv_vllm.transports.tcp import TcpServerTransport
 
 READY = "ready"
 _STOP_S, _POPULATE_S = 10.0, 120.0
@@ -29,14 +30,16 @@ class ServerProcess:
     Args:
         arena_bytes: size of the arena.
         populate: as for ``StoreServer``; the server is ready for use when the arena is populated.
+        transport: ``loopback`` or ``tcp``.
 
     Attributes:
-        port: its loopback port.
+        port: where it listens.
         key: its auth key.
         pid: its process.
     """
 
-    def __init__(self, arena_bytes: int, *, populate: bool = True) -> None:
+    def __init__(self, arena_bytes: int, *, populate: bool = True, transport: str = "loopback") -> None:
+        self.transport = transport
         self.key = os.urandom(32)
         self.port = 0
         self.pid = 0
@@ -45,7 +48,7 @@ class ServerProcess:
         self._process: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> ServerProcess:
-        arguments = ["0", str(self._arena_bytes), str(int(self._populate))]
+        arguments = ["0", str(self._arena_bytes), str(int(self._populate)), self.transport]
         self._process = process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.server", *arguments],
             stdin=subprocess.PIPE,
@@ -98,10 +101,14 @@ class ServerProcess:
         return 0
 
 
-async def serve(port: int, arena_bytes: int, populate: bool, key: bytes) -> None:
+async def serve(port: int, arena_bytes: int, populate: bool, transport_name: str, key: bytes) -> None:
     """Serve until killed; prints the port once clients may come."""
     config = dev_server_config(key, address=f"127.0.0.1:{port}", max_size=arena_bytes)
-    transport = LoopbackServerTransport(port, copy_threads=config.limits.copy_threads)
+    transport: LoopbackServerTransport | TcpServerTransport
+    if transport_name == "tcp":
+        transport = TcpServerTransport.from_config(config)
+    else:
+        transport = LoopbackServerTransport.from_config(config)
     async with StoreServer(config, [transport], populate=populate):
         print(f"{READY} {transport.port}", flush=True)
         await anyio.sleep_forever()
@@ -109,8 +116,8 @@ async def serve(port: int, arena_bytes: int, populate: bool, key: bytes) -> None
 
 def main(arguments: list[str]) -> None:
     """See the module's text."""
-    port, arena_bytes, populate = (int(text) for text in arguments)
-    anyio.run(serve, port, arena_bytes, bool(populate), bytes.fromhex(sys.stdin.readline()))
+    port, arena_bytes, populate = (int(text) for text in arguments[:3])
+    anyio.run(serve, port, arena_bytes, bool(populate), arguments[3], bytes.fromhex(sys.stdin.readline()))
 
 
 if __name__ == "__main__":

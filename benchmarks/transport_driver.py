@@ -1,4 +1,4 @@
-"""Puts, gets and probes over the loopback transport: the messages and checksums of an engine without the engine."""
+"""Puts, gets and probes over one transport: the messages and checksums of an engine without the engine."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from memkv_vllm.protocol.checksum import ChecksumAlgorithm, digest
 from memkv_vllm.protocol.messages import Exists, Get, GetItem, Put, PutItem
 from memkv_vllm.protocol.session import PeerKind
 from memkv_vllm.transports.base import ClientConnection, Region
-from memkv_vllm.transports.loopback import LoopbackClientTransport
 from memkv_vllm.transports.memory import HostMemory
+from memkv_vllm.transports.registry import client_transport
 from memkv_vllm.types import Deadline, Extent, MemoryKind, Status
 
 AsyncCall = Callable[[int, int], Awaitable[None]]
@@ -38,9 +38,20 @@ class TransportDriver:
         key: its auth key.
         server_pid: its process.
         staging: what is put from and got into: registered as region 0.
+        transport: as the registry knows it.
+        options: of the transport's class.
     """
 
-    def __init__(self, port: int, key: bytes, server_pid: int, staging: HostMemory) -> None:
+    def __init__(
+        self,
+        port: int,
+        key: bytes,
+        server_pid: int,
+        staging: HostMemory,
+        transport: str = "loopback",
+        **options: int,
+    ) -> None:
+        self._transport = client_transport(transport, **options)
         self._port = port
         self._credentials = Credentials(key)
         self._server_pid = server_pid
@@ -76,8 +87,7 @@ class TransportDriver:
     async def _live(self) -> None:
         try:
             self._stop = anyio.Event()
-            transport = LoopbackClientTransport()
-            connection = await transport.connect(
+            connection = await self._transport.connect(
                 "127.0.0.1", self._port, self._credentials, PeerKind.ENGINE, _deadline()
             )
             async with anyio.create_task_group() as tasks:

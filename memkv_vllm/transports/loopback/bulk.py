@@ -14,7 +14,6 @@ from memkv_vllm.transports.base import Move, remaining
 from memkv_vllm.transports.faults import (
     Action,
     BitFlip,
-    Delay,
     Die,
     Drop,
     Fail,
@@ -22,8 +21,8 @@ from memkv_vllm.transports.faults import (
     LateWrite,
     Operation,
     Short,
-    Throttle,
     die,
+    strike_moves,
 )
 from memkv_vllm.transports.loopback.copying import Bytes, CopyBatch, CopyCrew, CopyJob, CopyPool
 from memkv_vllm.transports.memory import HostMemory
@@ -119,7 +118,9 @@ class LoopbackBulk:
         fixed: dict[int, Status] = {}
         batch: CopyBatch | None = None
         with anyio.move_on_after(remaining(deadline, time.monotonic())):
-            faults = await self._strike(operation, moves)
+            delay_s, faults = strike_moves(self._faults, operation, moves)
+            if delay_s:
+                await anyio.sleep(delay_s)
             if not self._gone.is_set():
                 batch = self._start(operation, moves, deadline, faults, fixed)
                 await self._crew.copy(batch)
@@ -155,21 +156,6 @@ class LoopbackBulk:
         return CopyBatch(len(moves), jobs, deadline, self._crew.fenced)
 
     # -- faults, in tests
-
-    async def _strike(self, operation: Operation, moves: Sequence[Move]) -> dict[int, Action]:
-        plan, actions = self._faults, dict[int, Action]()
-        if plan is None:
-            return actions
-        delay = 0.0
-        for slot, move in enumerate(moves):
-            action = plan.strike(operation, extent=move.remote)
-            if isinstance(action, (Delay, Throttle)):
-                delay = max(delay, plan.delay_of(action, move.remote.length))
-            elif action is not None:
-                actions[slot] = action
-        if delay:
-            await anyio.sleep(delay)
-        return actions
 
     def _twist(self, job: CopyJob, action: Action, fixed: dict[int, Status]) -> bool:
         """Carry out a fault on ``job``; False if it is not to be copied in this batch."""

@@ -99,6 +99,9 @@ class LoopbackServerTransport:
             faults=faults,
         )
 
+    def reload(self) -> None:
+        """Nothing here comes from a file."""
+
     async def serve(
         self, handler: SessionHandler, memory: HostMemory, *, task_status: Any = anyio.TASK_STATUS_IGNORED
     ) -> None:

@@ -1,0 +1,211 @@
+"""Server side of tcp's data path: one peer's data connections, and the pulls and pushes that go over them.
+
+A broken data connection, a bad frame on one, or bytes that nobody asked for end the whole session: it is the simple
+thing to do, and the client makes a new one. A connection that stops in the middle of a piece holds up that piece alone;
+its transfer ends with TIMEOUT, after which the store fences the session.
+
+About pushes that are given up: their bytes may still reach the client's regions until the session is fenced, and after
+that may stand in its socket's buffers. They are never used: the request was not answered with OK, and what the kernel
+holds are copies, so the arena's extents may be used anew at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import anyio
+
+from memkv_vllm.errors import LocalProtocolError, RemoteProtocolError, StoreError
+from memkv_vllm.protocol.auth import Sealer
+from memkv_vllm.transports.base import Move, remaining
+from memkv_vllm.transports.faults import Action, FaultPlan, Operation, strike_moves
+from memkv_vllm.transports.memory import HostMemory
+from memkv_vllm.transports.tcp.batch import Batch
+from memkv_vllm.transports.tcp.mover import CLOSED, DataConnection, Movers
+from memkv_vllm.transports.tcp.queue import PieceQueue
+from memkv_vllm.types import Deadline, MemoryKind, Status
+
+_log = logging.getLogger("memkv.transports.tcp")
+
+
+class TcpBulk:
+    """One peer's data path; see ``memkv_vllm.transports.base.Bulk``. Used on one event loop.
+
+    Args:
+        arena: the server's local memory.
+        movers: the transport's threads.
+        max_regions: regions that the peer may register.
+        max_region_bytes: bytes of all of them together.
+        max_connections: data connections that the peer may attach.
+        faults: what to break, in tests.
+        cut: ends the peer's session.
+        counted: counts an event by name.
+    """
+
+    def __init__(
+        self,
+        arena: HostMemory,
+        movers: Movers,
+        *,
+        max_regions: int,
+        max_region_bytes: int,
+        max_connections: int,
+        faults: FaultPlan | None,
+        cut: Callable[[], None],
+        counted: Callable[[str], None],
+    ) -> None:
+        self._arena = arena
+        self._movers = movers
+        self._max_regions = max_regions
+        self._max_region_bytes = max_region_bytes
+        self._max_connections = max_connections
+        self._faults = faults
+        self._cut = cut
+        self._counted = counted
+        self._loop = asyncio.get_running_loop()
+        self._regions: dict[int, int] = {}
+        self._queue: PieceQueue[DataConnection] = PieceQueue()
+        self._connections: list[DataConnection] = []
+        self._late: list[asyncio.TimerHandle] = []
+        self._gone = anyio.Event()
+        self._failed = False
+        self._batches: set[Batch] = set()
+
+    @property
+    def num_connections(self) -> int:
+        """Data connections that are attached now."""
+        return len(self._connections)
+
+    async def register(self, region: int, kind: MemoryKind, length: int, token: bytes) -> None:
+        """Remember the region's length; the client checks every span itself. See the protocol."""
+        if kind is not MemoryKind.HOST:
+            raise StoreError("the tcp transport moves host memory only")
+        if self._gone.is_set():
+            raise StoreError("this session has ended")
+        if region in self._regions:
+            raise RemoteProtocolError("region", f"region {region} is registered already")
+        if len(self._regions) >= self._max_regions:
+            raise StoreError(f"at most {self._max_regions} regions per session")
+        total = length + sum(self._regions.values())
+        if total > self._max_region_bytes:
+            raise StoreError(f"{total} bytes of regions; a session may register {self._max_region_bytes}")
+        self._regions[region] = length
+
+    def check_room(self) -> None:
+        """Whether one more data connection may be attached. Raises ``StoreError`` if not."""
+        if self._gone.is_set():
+            raise StoreError("this session has ended")
+        if len(self._connections) >= self._max_connections:
+            raise StoreError(f"at most {self._max_connections} data connections per session")
+
+    def attach(self, sock: socket.socket, ours: Sealer, theirs: Sealer) -> None:
+        """Use ``sock`` from now on; owns it. After :meth:`fence` it is closed at once."""
+        if self._gone.is_set():
+            sock.close()
+            return
+        mover = self._movers.choose()
+        connection = DataConnection(sock, ours, theirs, self._queue, mover, self._report_lost)
+        self._connections.append(connection)
+        connection.start()
+
+    async def pull(self, moves: Sequence[Move], deadline: Deadline) -> list[Status]:
+        """Copy out of the peer's memory; see the protocol."""
+        return await self._transfer(Operation.PULL, moves, deadline)
+
+    async def push(self, moves: Sequence[Move], deadline: Deadline) -> list[Status]:
+        """Copy into the peer's memory; see the protocol."""
+        return await self._transfer(Operation.PUSH, moves, deadline)
+
+    async def fence(self) -> None:
+        """Close the data connections; see the protocol."""
+        self._gone.set()
+        self._queue.close()
+        while self._late:
+            self._late.pop().cancel()
+        while self._connections:
+            self._connections.pop().close()
+        self._regions.clear()
+        for batch in self._batches:
+            batch.wake()
+
+    # -- transfers
+
+    async def _transfer(self, operation: Operation, moves: Sequence[Move], deadline: Deadline) -> list[Status]:
+        batch = Batch(operation, len(moves), self._arena, self._loop, self._cut)
+        if remaining(deadline, time.monotonic()) and not self._gone.is_set():
+            self._batches.add(batch)
+            try:
+                if self._faults is None:
+                    self._fill(batch, moves, {})
+                    await self._run(batch, deadline)
+                else:
+                    with anyio.move_on_after(remaining(deadline, time.monotonic())):
+                        await self._run_with_faults(batch, operation, moves, deadline)
+            finally:
+                self._batches.discard(batch)
+                for transfer in batch.transfers:
+                    self._queue.drop(transfer)
+        # FAILED promises that nothing moves any more; pieces that are under way may.
+        return batch.statuses(Status.TIMEOUT if self._connections and not self._gone.is_set() else Status.FAILED)
+
+    def _fill(self, batch: Batch, moves: Sequence[Move], faults: Mapping[int, Action]) -> None:
+        region_bytes, arena_bytes, plain = self._regions, self._arena.length, batch.plain
+        for slot, move in enumerate(moves):
+            (region, offset, length), local_offset = move
+            if offset < 0 or length < 0 or offset + length > region_bytes.get(region, -1):
+                batch.refuse(slot, Status.BAD_EXTENT)
+            elif local_offset < 0 or local_offset + length > arena_bytes:
+                raise LocalProtocolError(f"{length} bytes at {local_offset} are outside the arena of {arena_bytes}")
+            elif slot in faults:
+                batch.add_faulty(slot, move, faults[slot])
+            else:
+                plain.append((slot, move))
+        batch.seal()
+
+    async def _run(self, batch: Batch, deadline: Deadline) -> None:
+        if self._connections:
+            self._start(batch)
+            await batch.wait(remaining(deadline, time.monotonic()))
+
+    async def _run_with_faults(
+        self, batch: Batch, operation: Operation, moves: Sequence[Move], deadline: Deadline
+    ) -> None:
+        delay_s, faults = strike_moves(self._faults, operation, moves)
+        if delay_s:
+            await anyio.sleep(delay_s)
+        if not self._gone.is_set():
+            self._fill(batch, moves, faults)
+            self._start_late(operation, batch)
+            await self._run(batch, deadline)
+            if batch.has_drops:
+                await self._gone.wait()
+
+    def _start(self, batch: Batch) -> None:
+        for transfer in batch.transfers:
+            if transfer.pieces:
+                for connection, work in self._queue.add(transfer):
+                    connection.begin(work)
+
+    def _start_late(self, operation: Operation, batch: Batch) -> None:
+        for move, after_s in batch.late:
+            alone = Batch(operation, 1, self._arena, self._loop, self._cut)
+            alone.plain.append((0, move))
+            alone.seal()
+            self._late.append(self._loop.call_later(after_s, self._start, alone))
+
+    # -- failures
+
+    def _report_lost(self, reason: str, text: str) -> None:
+        """From any thread."""
+        self._loop.call_soon_threadsafe(self._on_lost, reason, text)
+
+    def _on_lost(self, reason: str, text: str) -> None:
+        if not self._gone.is_set() and not self._failed:
+            self._failed = True
+            self._counted("data_closed" if reason == CLOSED else f"cut_data_{reason}")
+            _log.info("a data connection ended its session: %s", text)
+            self._cut()

@@ -1,0 +1,217 @@
+"""Server side of tcp: one listening socket for control and data connections, one task per control connection.
+
+A session is one control connection and the data connections that its client attaches; see
+``memkv_vllm.transports.tcp``.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+import anyio
+from anyio.abc import TaskGroup
+
+from memkv_vllm.config import ServerConfig
+from memkv_vllm.protocol.messages import Register
+from memkv_vllm.protocol.session import Established
+from memkv_vllm.transports.base import SessionHandler
+from memkv_vllm.transports.faults import FaultPlan
+from memkv_vllm.transports.memory import HostMemory
+from memkv_vllm.transports.serving import LiveSessions, ServeOptions, serve_control
+from memkv_vllm.transports.streams import ControlStream, SocketStream
+from memkv_vllm.transports.tcp.attach import Attachable
+from memkv_vllm.transports.tcp.bulk import TcpBulk
+from memkv_vllm.transports.tcp.mover import Movers
+from memkv_vllm.transports.tcp.sockets import listen, tune
+from memkv_vllm.transports.tls import ServerTls
+
+_log = logging.getLogger("memkv.transports.tcp")
+
+DEFAULT_MOVERS = 2
+DEFAULT_MAX_REGIONS = 8
+DEFAULT_MAX_REGION_BYTES = 64 << 30
+DEFAULT_MAX_CONNECTIONS = 16
+
+
+@dataclass(frozen=True)
+class TcpPeer:
+    """One authenticated session; see ``memkv_vllm.transports.base.ServerPeer``."""
+
+    established: Established
+    bulk: TcpBulk
+    label: str
+
+    def offered(self, offer: Register, stream: ControlStream) -> None:
+        """Nothing comes beside a REGISTER."""
+
+
+class TcpServerTransport:
+    """Serves clients over TCP; see ``memkv_vllm.transports.base.ServerTransport``.
+
+    Args:
+        host: name or address to listen on.
+        port: 0 takes a free one, see :attr:`port`.
+        movers: threads that move bytes, for all sessions together.
+        handshake_timeout_s: a peer that has not authenticated by then is cut.
+        write_timeout_s: a client that does not take a reply for so long is cut.
+        max_regions: regions per session.
+        max_region_bytes: bytes of all regions of one session.
+        max_connections: data connections per session.
+        tls: the certificate that control connections must use TLS with.
+        faults: what to break, in tests.
+    """
+
+    name = "tcp"
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        movers: int = DEFAULT_MOVERS,
+        handshake_timeout_s: float = 5.0,
+        write_timeout_s: float = 10.0,
+        max_regions: int = DEFAULT_MAX_REGIONS,
+        max_region_bytes: int = DEFAULT_MAX_REGION_BYTES,
+        max_connections: int = DEFAULT_MAX_CONNECTIONS,
+        tls: ServerTls | None = None,
+        faults: FaultPlan | None = None,
+    ) -> None:
+        self.host = host
+        self.port = port
+        self._num_movers = movers
+        self._tls = tls
+        self._options = ServeOptions(handshake_timeout_s, write_timeout_s, requires_tls=tls is not None)
+        self._max_regions = max_regions
+        self._max_region_bytes = max_region_bytes
+        self._max_connections = max_connections
+        self._faults = faults
+        self._sessions = LiveSessions()
+        self._attachable = Attachable()
+        self._listener: socket.socket | None = None
+
+    @classmethod
+    def from_config(cls, config: ServerConfig, *, faults: FaultPlan | None = None) -> TcpServerTransport:
+        """On the address of ``config.network``, with the bounds of ``config.limits``.
+
+        Raises:
+            ConfigError: ``network.tls_control`` is on, and the certificate or its key cannot be used.
+        """
+        limits, address, network = config.limits, config.network.address, config.network
+        tls = None
+        if network.tls_control and network.tls_cert is not None and network.tls_key is not None:
+            tls = ServerTls(network.tls_cert, network.tls_key)
+        return cls(
+            address.host,
+            address.port,
+            movers=limits.copy_threads,
+            handshake_timeout_s=limits.handshake_timeout_s,
+            max_regions=limits.max_regions_per_session,
+            max_region_bytes=limits.max_region_bytes,
+            max_connections=limits.max_connections_per_session,
+            tls=tls,
+            faults=faults,
+        )
+
+    def bind(self) -> int:
+        """Take the address now rather than in :meth:`serve`; returns the port.
+
+        Raises:
+            EnvironmentFault: the address is not of this host or is taken.
+        """
+        if self._listener is None:
+            self._listener = listen(self.host, self.port)
+            self.port = self._listener.getsockname()[1]
+        return self.port
+
+    def reload(self) -> None:
+        """Read a renewed certificate; connections that are up keep theirs.
+
+        Raises:
+            ConfigError: it cannot be used; the one before stays in force.
+        """
+        if self._tls is not None:
+            self._tls.reload()
+
+    def close(self) -> None:
+        """Give the address back if :meth:`serve` was not reached after :meth:`bind`."""
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+    async def serve(
+        self, handler: SessionHandler, memory: HostMemory, *, task_status: Any = anyio.TASK_STATUS_IGNORED
+    ) -> None:
+        """Listen and serve until cancelled; ``task_status.started((host, port))`` once listening.
+
+        Raises:
+            EnvironmentFault: the address is not of this host or is taken.
+        """
+        self.bind()
+        movers = Movers(self._num_movers)
+        try:
+            async with anyio.create_task_group() as tasks:
+                task_status.started((self.host, self.port))
+                await self._accept(tasks, handler, memory, movers)
+        finally:
+            self.close()
+            movers.stop()
+
+    # -- inside
+
+    async def _accept(self, tasks: TaskGroup, handler: SessionHandler, memory: HostMemory, movers: Movers) -> None:
+        while (listener := self._listener) is not None:
+            try:
+                sock, address = listener.accept()
+                tune(sock)
+            except BlockingIOError:
+                await anyio.wait_readable(listener)
+            except OSError as error:
+                # Out of descriptors or memory: the connection stays in the backlog; others may end meanwhile.
+                _log.warning("cannot accept a connection: %s", error)
+                handler.counted("accept_failed")
+                await anyio.sleep(0.1)
+            else:
+                label = f"tcp client {address[0]}:{address[1]}"
+                tasks.start_soon(self._serve, sock, label, handler, memory, movers)
+
+    async def _serve(
+        self, sock: socket.socket, label: str, handler: SessionHandler, memory: HostMemory, movers: Movers
+    ) -> None:
+        inner = SocketStream(sock)
+        stream = inner if self._tls is None else self._tls.stream(inner)
+        peers: list[TcpPeer] = []
+
+        def make_peer(established: Established) -> TcpPeer:
+            bulk = TcpBulk(
+                memory,
+                movers,
+                max_regions=self._max_regions,
+                max_region_bytes=self._max_region_bytes,
+                max_connections=self._max_connections,
+                faults=self._faults,
+                cut=stream.end,
+                counted=handler.counted,
+            )
+            self._attachable.add(established, bulk)
+            peers.append(TcpPeer(established, bulk, label))
+            return peers[0]
+
+        try:
+            await serve_control(
+                stream,
+                handler,
+                make_peer,
+                sessions=self._sessions,
+                options=self._options,
+                label=label,
+                faults=self._faults,
+                take_over=self._attachable.take_over,
+                origin=label.rpartition(":")[0],
+            )
+        finally:
+            for peer in peers:
+                self._attachable.discard(peer.established.session)

@@ -1,0 +1,137 @@
+"""TCP sockets as this transport wants them: listening, connecting by a deadline, noticing a dead peer."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import struct
+import time
+from typing import Any
+
+import anyio
+
+from memkv_vllm.errors import ConnectError, EnvironmentFault
+from memkv_vllm.transports.base import remaining
+from memkv_vllm.types import Deadline
+
+KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES = 15, 5, 3
+"""A silent peer whose host is gone is noticed after 30 s."""
+USER_TIMEOUT_MS = 30_000
+"""And one that leaves what was sent to it unanswered or untaken (a frozen process), after the same."""
+
+_BACKLOG = 1024
+_NO_LINGER = struct.pack("ii", 1, 0)
+
+Address = tuple[Any, ...]
+
+
+def tune(sock: socket.socket) -> None:
+    """Set what every connection of this transport has."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS)
+
+
+def reset(sock: socket.socket) -> None:
+    """Close at once: what was not sent yet is dropped, and the peer learns it by a reset."""
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+    except OSError:
+        pass  # it is broken already
+    sock.close()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket on ``host``: a name, an IPv4 or an IPv6 address (``::`` takes IPv4 clients as well).
+
+    A name is looked up here and now, which may block; a server does it once, when it starts.
+
+    Raises:
+        EnvironmentFault: the address is not of this host or is taken.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, _, _, _, address = found[0]
+    except OSError as error:
+        raise EnvironmentFault(f"cannot listen on {host}:{port}: {error}; set network.address") from error
+    listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    try:
+        # Else a server that was restarted waits a minute for its own port.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+        return listener
+    except OSError as error:
+        listener.close()
+        what = "is taken by another program: stop it, or set another network.address"
+        why = what if error.errno == errno.EADDRINUSE else f"cannot be used: {error}; set network.address"
+        raise EnvironmentFault(f"tcp address {host}:{port} {why}") from error
+
+
+async def dial(host: str, port: int, deadline: Deadline) -> socket.socket:
+    """A connected socket, not blocking. Every address of ``host`` is tried in turn, each with its share of the time.
+
+    Raises:
+        ConnectError: none could be reached by ``deadline``; says which and why.
+    """
+    try:
+        with anyio.fail_after(remaining(deadline, time.monotonic())):
+            found = await _resolve(host, port)
+    except TimeoutError:
+        raise ConnectError(f"the name {host} was not resolved by the deadline") from None
+    except OSError as error:
+        raise ConnectError(f"the name {host} cannot be resolved: {error}") from error
+    problems = []
+    for index, (family, _, _, _, address) in enumerate(found):
+        share_s = remaining(deadline, time.monotonic()) / (len(found) - index)
+        try:
+            return await dial_address(family, address, Deadline(time.monotonic() + share_s))
+        except ConnectError as error:
+            problems.append(str(error))
+    raise ConnectError(f"no tcp server on {host}:{port}: {'; '.join(problems)}")
+
+
+async def dial_address(family: int, address: Address, deadline: Deadline) -> socket.socket:
+    """A connected socket, not blocking.
+
+    Raises:
+        ConnectError: refused, unreachable, or no answer by ``deadline``.
+    """
+    label = f"{address[0]}:{address[1]}"
+    try:
+        sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    except OSError as error:
+        raise ConnectError(f"no socket for {label}: {error}") from error
+    try:
+        tune(sock)
+        with anyio.fail_after(remaining(deadline, time.monotonic())):
+            number = sock.connect_ex(address)
+            if number == errno.EINPROGRESS:
+                await anyio.wait_writable(sock)
+                number = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if number:
+            raise ConnectError(f"{label}: {os.strerror(number)}")
+        return sock
+    except TimeoutError:
+        sock.close()
+        raise ConnectError(f"{label} does not accept connections") from None
+    except OSError as error:
+        sock.close()
+        raise ConnectError(f"{label}: {error}") from error
+    except BaseException:
+        sock.close()
+        raise
+
+
+async def _resolve(host: str, port: int) -> list[tuple[Any, Any, int, str, Address]]:
+    try:
+        # An address needs no look-up, thus no thread.
+        return list(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST))
+    except socket.gaierror:
+        return list(await anyio.getaddrinfo(host, port, type=socket.SOCK_STREAM))
