@@ -2,7 +2,8 @@
 
 Exact best fit, lowest address first, with coalescing of neighbours. Extents start and end on a granule, so
 the bytes lost inside an extent are fewer than one granule; those lost between extents are measured
-(:meth:`ArenaAllocator.statistics`) and won back by whoever frees extents until an allocation fits.
+(:meth:`ArenaAllocator.statistics`) and won back by whoever frees what stands beside a long one
+(:meth:`ArenaAllocator.longest_free`) until an allocation fits.
 """
 
 from __future__ import annotations
@@ -87,6 +88,11 @@ class ArenaAllocator:
     def __repr__(self) -> str:
         return f"<ArenaAllocator {self._used}/{self.size} bytes in {len(self._extents)} extents>"
 
+    @property
+    def used(self) -> int:
+        """Bytes of all extents that are handed out."""
+        return self._used
+
     def rounded(self, length: int) -> int:
         """Bytes of the arena that a value of ``length`` bytes takes: the next multiple of the granule."""
         return -(-length // self.granule) * self.granule
@@ -131,6 +137,20 @@ class ArenaAllocator:
         if offset + length in self._free_at:
             length += self._remove(offset + length)
         self._insert(offset, length)
+
+    def longest_free(self, count: int) -> list[tuple[int, int]]:
+        """``(offset, length)`` of the ``count`` longest free extents, the longest first."""
+        found: list[tuple[int, int]] = []
+        for length in reversed(self._lengths):
+            for offset in self._bins[length].live:
+                found.append((offset, length))
+                if len(found) == count:
+                    return found
+        return found
+
+    def free_length(self, offset: int) -> int:
+        """Bytes of the free extent that starts at ``offset``; 0 when none does."""
+        return self._free_at.get(offset, 0)
 
     def statistics(self) -> ArenaStatistics:
         """Sizes, number of extents and fragmentation as they are now."""

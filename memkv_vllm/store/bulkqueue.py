@@ -1,6 +1,7 @@
 """Order in which bulk work takes its turns: gets before puts, first come first served in each class. Pure.
 
-A driver runs at most as many turns at once as it has lanes. A put batch is cut into slices and asks for a turn
+A driver runs at most as many turns at once as it has lanes, and of one owner no more than it likes: then a turn of
+another goes first. A put batch is cut into slices and asks for a turn
 per slice; since a waiting get goes before the next slice of any put, it waits for at most one slice in each
 lane. Slices of one batch keep the place in the line that the batch took when it came.
 """
@@ -8,7 +9,7 @@ lane. Slices of one batch keep the place in the line that the batch took when it
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from enum import IntEnum
 from itertools import count
 from typing import Generic, NamedTuple, TypeVar
@@ -32,10 +33,11 @@ class BulkKind(IntEnum):
 
 
 class BulkTicket(NamedTuple):
-    """A batch's place in the line."""
+    """A batch's place in the line, and whose it is."""
 
     kind: BulkKind
     order: int
+    owner: Hashable = None
 
 
 class BulkQueueStatistics(NamedTuple):
@@ -68,7 +70,7 @@ class BulkQueue(Generic[T]):
         self.max_waiting = max_waiting
         self._orders = count()
         self._turns = count()
-        self._line: list[tuple[BulkKind, int, int, T]] = []
+        self._line: list[tuple[BulkKind, int, int, BulkTicket, T]] = []
         self._popped = {BulkKind.GET: 0, BulkKind.PUT: 0}
         self._refused = 0
 
@@ -90,29 +92,30 @@ class BulkQueue(Generic[T]):
             num_bytes += length
         return [*parts, slice(start, len(lengths))] if lengths else []
 
-    def ticket(self, kind: BulkKind) -> BulkTicket:
-        """Takes a place in the line for a batch that comes now; each of its turns is pushed with it."""
-        return BulkTicket(kind, next(self._orders))
+    def ticket(self, kind: BulkKind, owner: Hashable = None) -> BulkTicket:
+        """Takes a place in the line for a batch of ``owner`` that comes now; each of its turns is pushed with it."""
+        return BulkTicket(kind, next(self._orders), owner)
 
     def push(self, ticket: BulkTicket, work: T) -> bool:
         """Puts one turn into the line; returns False when the line is full."""
         if len(self._line) >= self.max_waiting:
             self._refused += 1
             return False
-        insort(self._line, (ticket.kind, ticket.order, next(self._turns), work))
+        insort(self._line, (ticket.kind, ticket.order, next(self._turns), ticket, work))
         return True
 
-    def pop(self) -> T | None:
-        """Takes the next turn out of the line, or None when nothing waits."""
-        if not self._line:
-            return None
-        kind, _, _, work = self._line.pop(0)
-        self._popped[kind] += 1
-        return work
+    def pop(self, may_go: Callable[[BulkTicket], bool] | None = None) -> T | None:
+        """Takes the first turn that ``may_go`` out of the line, or None when there is none."""
+        for index, (kind, _, _, ticket, work) in enumerate(self._line):
+            if may_go is None or may_go(ticket):
+                del self._line[index]
+                self._popped[kind] += 1
+                return work
+        return None
 
     def discard(self, work: T) -> bool:
         """Takes a turn that no longer waits out of the line; returns False when it is not in it."""
-        for index, (_, _, _, waiting) in enumerate(self._line):
+        for index, (_, _, _, _, waiting) in enumerate(self._line):
             if waiting is work:
                 del self._line[index]
                 return True

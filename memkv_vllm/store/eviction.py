@@ -2,9 +2,9 @@
 
 Contract between the table and a policy:
 
-1. ``added`` when a value becomes complete (never for a reservation), ``touched`` when it is used, ``removed``
-   when it leaves for any reason, also after it was yielded as a victim. A policy thus holds exactly the
-   complete keys, each once.
+1. ``added`` when a value becomes complete in the arena (never for a reservation; again when it comes back from
+   disk), ``touched`` when it is used, ``removed`` when it leaves the arena for any reason, also after it was yielded
+   as a victim. A policy thus holds exactly the keys of complete values in the arena, each once.
 2. ``victims`` yields keys in order of eviction. Between two steps the caller either calls ``removed`` for the
    key just yielded, or leaves it: then it is in use (pinned), and the policy may treat it as touched.
    Nothing else may be called while an iterator is being consumed; an iterator may be dropped at any step.
@@ -16,7 +16,7 @@ A policy may remember keys that have left (the ghost queue of S3-FIFO) as long a
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from memkv_vllm.errors import LocalProtocolError
@@ -27,14 +27,21 @@ __all__ = ["EvictionPolicy", "LruPolicy"]
 class EvictionPolicy(Protocol):
     """Order of eviction over the complete keys of a store; the module's docstring is the contract."""
 
+    def __len__(self) -> int:
+        """Number of keys."""
+        ...
+
     def added(self, key: bytes) -> None:
-        """A value was committed under ``key``."""
+        """A value was committed under ``key``, or came back from disk."""
 
     def touched(self, key: bytes) -> None:
         """The value under ``key`` was read or found by a lookup."""
 
+    def touched_many(self, keys: Sequence[bytes]) -> None:
+        """:meth:`touched` for each of ``keys``, in this order: what a lookup of a batch found."""
+
     def removed(self, key: bytes) -> None:
-        """The value under ``key`` has left the store."""
+        """The value under ``key`` has left the arena."""
 
     def victims(self) -> Iterator[bytes]:
         """Keys in order of eviction."""
@@ -70,6 +77,19 @@ class LruPolicy:
         """
         self._require(key)
         self._keys.move_to_end(key)
+
+    def touched_many(self, keys: Sequence[bytes]) -> None:
+        """Makes ``keys`` the newest, the last of them last.
+
+        Raises:
+            LocalProtocolError: one is not there.
+        """
+        renew = self._keys.move_to_end
+        try:
+            for key in keys:
+                renew(key)
+        except KeyError as error:
+            raise LocalProtocolError(f"eviction policy: key {error.args[0].hex()} is not known") from None
 
     def removed(self, key: bytes) -> None:
         """Forgets ``key``.

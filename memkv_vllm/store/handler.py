@@ -10,37 +10,43 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import anyio
-import anyio.lowlevel
 
-from memkv_vllm.config import ServerConfig
+from memkv_vllm.config import KeyEntry, LimitsConfig, ServerConfig
 from memkv_vllm.errors import LocalProtocolError, RemoteProtocolError, StoreError
 from memkv_vllm.protocol.frame import MessageType
 from memkv_vllm.protocol.session import Limits, ServerIdentity
+from memkv_vllm.store.admission import Admission
 from memkv_vllm.store.arena import ArenaAllocator
 from memkv_vllm.store.bulkqueue import BulkQueue
 from memkv_vllm.store.eviction import EvictionPolicy
+from memkv_vllm.store.keyring import KeyChange
+from memkv_vllm.store.log.api import ValueLog
+from memkv_vllm.store.maintenance import Maintenance
 from memkv_vllm.store.manifests import ManifestDirectory
 from memkv_vllm.store.requests import Requests
-from memkv_vllm.store.sessions import Access, StoreSession
+from memkv_vllm.store.residency import Residency
+from memkv_vllm.store.sessions import StoreSession
 from memkv_vllm.store.table import Table, TableLimits
 from memkv_vllm.store.transfers import Transfers
-from memkv_vllm.store.turns import BulkTurns
+from memkv_vllm.store.turns import BulkTurns, Waiter
 from memkv_vllm.transports.base import ServerPeer
 from memkv_vllm.transports.memory import HostMemory
 from memkv_vllm.types import SessionId
 
-__all__ = ["StoreHandler"]
+__all__ = ["StoreHandler", "table_limits"]
 
 logger = logging.getLogger("memkv.store")
 
 _U16 = 0xFFFF
 _FRAME_RESERVE = 4096
-_SWEEP_STEP = 256
 _MAX_WAITING_TURNS = 1 << 16
+_REQUESTS = {type.value: f"requests_{type.name.lower()}" for type in MessageType}
+"""Counters of requests, by type."""
 
 
 class StoreHandler:
@@ -54,6 +60,7 @@ class StoreHandler:
         server_id: 16 bytes that stay with the store.
         boot_id: 16 bytes of this process run.
         clock: seconds on the clock of ``Deadline``.
+        log: the disk behind the arena, if there is one; then :meth:`start` comes before the first session.
     """
 
     def __init__(
@@ -66,34 +73,35 @@ class StoreHandler:
         server_id: bytes,
         boot_id: bytes,
         clock: Callable[[], float] = time.monotonic,
+        log: ValueLog | None = None,
     ) -> None:
         limits = self._limits = config.limits
-        self._keys = config.network.keys
         self._arena = allocator
-        self._table = Table(allocator, policy, TableLimits(max_value_bytes=limits.max_value_bytes))
-        family_bytes = limits.max_frame_bytes - _FRAME_RESERVE
-        self._manifests = ManifestDirectory(limits.max_manifests, limits.max_manifest_bytes, family_bytes)
+        self._table = Table(allocator, policy, table_limits(config))
+        self._manifests = _make_manifests(limits)
         self._counters: Counter[str] = Counter()
-        slice_values = limits.put_slice_values
-        queue: BulkQueue[anyio.Event] = BulkQueue(slice_values, _MAX_WAITING_TURNS, slice_values)
-        self._turns = BulkTurns(limits.copy_threads, queue)
-        self._transfers = Transfers(self._table, memory, self._turns, limits, self._counters, clock)
+        self._admission = Admission(config, self._counters)
+        self._turns = _make_turns(limits)
+        self.residency = None if log is None else self._make_residency(log, clock)
+        """Drives the disk, if there is one."""
+        self._transfers = Transfers(self._table, memory, self._turns, limits, self._counters, clock, self.residency)
         self._identity = ServerIdentity(server_id, boot_id, self._told_limits())
         self._sessions: dict[SessionId, StoreSession] = {}
-        self._connections = 0
-        self._inflight = 0
-        self._idle, self._stale = anyio.Event(), anyio.Event()
+        self._connections = self._inflight = 0
+        self._idle = anyio.Event()
         self._idle.set()
         self._closing = False
         self._clock, self._started = clock, clock()
+        self._maintenance = Maintenance(self._table, self._manifests, clock, self.residency)
         self._requests = Requests(
             self._table,
             self._manifests,
             self._transfers,
+            self._maintenance,
             limits,
             self._counters,
             statistics=self.statistics,
-            on_reset=lambda: self._stale.set(),
+            clock=clock,
         )
 
     def __repr__(self) -> str:
@@ -106,10 +114,18 @@ class StoreHandler:
         """Told to every client in the handshake."""
         return self._identity
 
-    def find_key(self, key_id: str) -> bytes | None:
-        """The 32-byte key of ``key_id``, or None."""
-        entry = self._keys.get(key_id)
-        return None if entry is None else entry.key.get_secret_value()
+    @property
+    def asks_license(self) -> bool:
+        """Whether a session must present a license before anything else."""
+        return self._admission.asks_license
+
+    def find_key(self, key_id: str) -> bytes:
+        """The 32-byte key of ``key_id``; for an unknown id one that nobody can prove."""
+        return self._admission.find_key(key_id)
+
+    def unproven(self, key_id: str) -> None:
+        """A peer did not prove the key of ``key_id``: counted and logged if there is none."""
+        self._admission.unproven(key_id)
 
     def admit(self) -> bool:
         """Whether one more connection may begin its handshake; if so, it is followed by one :meth:`departed`."""
@@ -140,12 +156,21 @@ class StoreHandler:
             self._counters["refused_sessions"] += 1
             reason = "closing" if self._closing else f"full: limits.max_sessions = {self._limits.max_sessions}"
             raise StoreError(f"the server is {reason}")
-        entry = self._keys.get(established.key_id)
-        if entry is None:
-            raise StoreError(f"the key id {established.key_id!r} is not known here")
-        self._sessions[established.session] = StoreSession(peer, Access.of(entry))
+        self._sessions[established.session] = StoreSession(peer, self._admission.access(established.key_id))
         self._counters["sessions"] += 1
         logger.info("session.opened peer=%s key=%s kind=%s", peer.label, established.key_id, established.kind.value)
+
+    def licensed(self, peer: ServerPeer, token: str) -> None:
+        """A session presents its license. Raises ``LicenseError`` to refuse it."""
+        self._admission.licensed(self._sessions[peer.established.session], token)
+
+    async def watch(self, peer: ServerPeer) -> None:
+        """Runs until the session may not go on: its key was removed, its license has ended.
+
+        Raises:
+            RemoteProtocolError: why it is to be cut.
+        """
+        await self._admission.watch(self._sessions[peer.established.session])
 
     async def closed(self, peer: ServerPeer) -> None:
         """Undoes what a session left: its requests are over and its data path is fenced."""
@@ -170,22 +195,37 @@ class StoreHandler:
         """Adds one to the counter called ``event``."""
         self._counters[event] += 1
 
-    async def handle(self, peer: ServerPeer, type: int, body: memoryview) -> bytes:
-        """Carries out one request; returns the reply's body.
+    def answer(self, peer: ServerPeer, type: int, body: memoryview) -> bytes | None:
+        """Carries out one request that needs no waiting; None, and nothing done, for the others.
 
         Raises:
             StoreError: the request is refused as a whole.
             RemoteProtocolError: the peer broke the protocol and is to be cut.
         """
-        session = self._sessions.get(peer.established.session)
+        method = self._requests.at_once.get(type)
+        if method is None:
+            return None
+        session = self._begin(peer, type)
+        try:
+            return method(session, body)
+        except StoreError:
+            self._counters["requests_refused"] += 1
+            raise
+
+    async def handle(self, peer: ServerPeer, type: int, body: memoryview) -> bytes:
+        """Carries out one request of any type; returns the reply's body.
+
+        Raises:
+            StoreError: the request is refused as a whole.
+            RemoteProtocolError: the peer broke the protocol and is to be cut.
+        """
+        answer = self.answer(peer, type, body)
+        if answer is not None:
+            return answer
         method = self._requests.methods.get(type)
-        if session is None or method is None:
-            raise RemoteProtocolError("type", f"message type {type} is no request, or its session is not open")
-        if self._closing:
-            self._counters["refused_closing"] += 1
-            raise StoreError("the server is closing")
-        self._counters[f"requests_{MessageType(type).name.lower()}"] += 1
-        session.requests += 1
+        if method is None:
+            raise RemoteProtocolError("type", f"message type {type} is no request")
+        session = self._begin(peer, type)
         session.inflight += 1
         self._inflight += 1
         if self._inflight == 1:
@@ -201,11 +241,46 @@ class StoreHandler:
             if not self._inflight:
                 self._idle.set()
 
+    def _begin(self, peer: ServerPeer, type: int) -> StoreSession:
+        """Counts a request of a session that is open, on a server that is not closing."""
+        session = self._sessions.get(peer.established.session)
+        if session is None:
+            raise RemoteProtocolError("type", "a request of a session that is not open")
+        if self._closing:
+            self._counters["refused_closing"] += 1
+            raise StoreError("the server is closing")
+        self._counters[_REQUESTS[type]] += 1
+        session.requests += 1
+        return session
+
     # What the server calls
+
+    async def start(self) -> None:
+        """Takes up what the disk holds; from then on the server has the id that is written there.
+
+        Raises:
+            EnvironmentFault: a medium cannot be used.
+        """
+        if self.residency is not None:
+            self._identity = replace(self._identity, server_id=await self.residency.start())
+
+    @property
+    def entries_made(self) -> int:
+        """Number of entries that the table ever had."""
+        return self._table.entries_made
+
+    @property
+    def closing(self) -> bool:
+        """Whether nothing new is accepted any more."""
+        return self._closing
 
     def close(self) -> None:
         """From now on nothing new is accepted: no connection, session or request."""
         self._closing = True
+
+    def replace_keys(self, keys: Mapping[str, KeyEntry]) -> KeyChange:
+        """Puts ``keys`` in place of all keys at once; sessions of a key that is gone are ended."""
+        return self._admission.replace_keys(keys, self._sessions.values())
 
     async def wait_idle(self) -> None:
         """Returns when no request is in flight."""
@@ -213,11 +288,23 @@ class StoreHandler:
 
     async def sweep(self) -> None:
         """Reclaims what resets left behind, in small steps; runs until cancelled."""
-        while True:
-            await self._stale.wait()
-            self._stale = anyio.Event()
-            while self._table.sweep(_SWEEP_STEP):
-                await anyio.lowlevel.checkpoint()
+        await self._maintenance.sweep()
+
+    def namespaces(self) -> list[dict[str, Any]]:
+        """See :meth:`Maintenance.namespaces`."""
+        return self._maintenance.namespaces()
+
+    async def reset(self, namespace: bytes) -> int:
+        """See :meth:`Maintenance.reset`."""
+        return await self._maintenance.reset(namespace)
+
+    async def gc(self, idle_s: float) -> list[dict[str, Any]]:
+        """See :meth:`Maintenance.gc`."""
+        return await self._maintenance.gc(idle_s)
+
+    async def evict(self, num_bytes: int) -> tuple[int, int]:
+        """See :meth:`Maintenance.evict`."""
+        return await self._maintenance.evict(num_bytes)
 
     def statistics(self) -> dict[str, Any]:
         """Everything that STAT shows, as plain values: server, arena, table, manifests, bulk, counters, sessions."""
@@ -239,10 +326,21 @@ class StoreHandler:
             "manifests": self._manifests.statistics()._asdict(),
             "bulk": {"lanes": turns.lanes, "idle": turns.idle, **turns.queue._asdict()},
             "counters": dict(self._counters),
+            "latency": {
+                kind.name.lower(): latency.statistics()._asdict() for kind, latency in self._transfers.latencies.items()
+            },
+            "disk": None if self.residency is None else self.residency.statistics(),
             "sessions": [self._session_statistics(session) for session in self._sessions.values()],
         }
 
+    def health(self) -> list[str]:
+        """What is wrong with the store's parts, one line each; empty when nothing is."""
+        return [] if self.residency is None else self.residency.health()
+
     # Small things
+
+    def _make_residency(self, log: ValueLog, clock: Callable[[], float]) -> Residency:
+        return Residency(self._table, self._arena, log, self._manifests, self._limits, self._counters, clock)
 
     def _told_limits(self) -> Limits:
         limits = self._limits
@@ -267,3 +365,26 @@ class StoreHandler:
             "fenced": session.fenced,
             "limbo": len(session.limbo),
         }
+
+
+def _make_manifests(limits: LimitsConfig) -> ManifestDirectory:
+    family_bytes = limits.max_frame_bytes - _FRAME_RESERVE
+    return ManifestDirectory(limits.max_manifests, limits.max_manifest_bytes, family_bytes)
+
+
+def _make_turns(limits: LimitsConfig) -> BulkTurns:
+    slice_values = limits.put_slice_values
+    queue: BulkQueue[Waiter] = BulkQueue(slice_values, _MAX_WAITING_TURNS, slice_values)
+    return BulkTurns(limits.max_transfers, queue, limits.max_transfers_per_session)
+
+
+def table_limits(config: ServerConfig) -> TableLimits:
+    """The bounds of a table out of the settings."""
+    eviction = config.storage.eviction
+    return TableLimits(
+        max_entries=config.limits.max_entries,
+        max_value_bytes=config.limits.max_value_bytes,
+        high_watermark=eviction.high_watermark,
+        low_watermark=eviction.low_watermark,
+        namespace_quota=eviction.namespace_quota,
+    )

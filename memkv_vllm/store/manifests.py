@@ -7,6 +7,7 @@ ending as a hit rate of zero.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from memkv_vllm.errors import StoreError
@@ -44,14 +45,17 @@ class ManifestDirectory:
         self.max_manifests = max_manifests
         self.max_manifest_bytes = max_manifest_bytes
         self.max_family_bytes = max_family_bytes
+        self.on_added: Callable[[bytes, bytes, bytes], None] = lambda family, digest, manifest: None
+        """Called for each manifest that was not there before."""
         self._families: dict[bytes, dict[bytes, bytes]] = {}
+        self._used: dict[tuple[bytes, bytes], float] = {}
         self._count = 0
         self._bytes = 0
 
     def __repr__(self) -> str:
         return f"<ManifestDirectory {self._count} manifests in {len(self._families)} families>"
 
-    def add(self, family: bytes, digest: bytes, manifest: bytes) -> list[tuple[bytes, bytes]]:
+    def add(self, family: bytes, digest: bytes, manifest: bytes, now: float) -> list[tuple[bytes, bytes]]:
         """Adds a manifest, once, and returns its siblings.
 
         Adding a digest that is there already changes nothing: a digest stands for its manifest.
@@ -60,6 +64,7 @@ class ManifestDirectory:
             family: 32 bytes.
             digest: 32 bytes, the namespace digest.
             manifest: opaque bytes.
+            now: seconds, for :meth:`uses`.
 
         Returns:
             ``(digest, manifest)`` of every other namespace of the family, in the order in which they came.
@@ -76,11 +81,17 @@ class ManifestDirectory:
             self._families.setdefault(family, members)[digest] = bytes(manifest)
             self._count += 1
             self._bytes += len(manifest)
+            self.on_added(family, digest, bytes(manifest))
+        self._used[family, digest] = now
         return self.siblings(family, digest)
 
     def siblings(self, family: bytes, digest: bytes) -> list[tuple[bytes, bytes]]:
         """What :meth:`add` returns, without adding anything."""
         return [(other, value) for other, value in self._families.get(family, {}).items() if other != digest]
+
+    def uses(self) -> list[tuple[bytes, bytes, float]]:
+        """``(family, digest, seconds)`` of every manifest: when it was last added, though it was there already."""
+        return [(family, digest, used) for (family, digest), used in self._used.items()]
 
     def families(self) -> dict[bytes, list[tuple[bytes, bytes]]]:
         """A copy of the whole directory, for the admin's listing."""

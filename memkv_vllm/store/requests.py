@@ -15,7 +15,6 @@ from typing import Any
 
 from memkv_vllm.config import LimitsConfig, Right
 from memkv_vllm.errors import RemoteProtocolError, StoreError
-from memkv_vllm.keys import NAMESPACE_BYTES
 from memkv_vllm.protocol.frame import MessageType
 from memkv_vllm.protocol.messages import (
     Admin,
@@ -27,6 +26,8 @@ from memkv_vllm.protocol.messages import (
     Put,
     ReportBad,
 )
+from memkv_vllm.store.commands import AdminCommands
+from memkv_vllm.store.maintenance import Maintenance
 from memkv_vllm.store.manifests import ManifestDirectory
 from memkv_vllm.store.sessions import StoreSession
 from memkv_vllm.store.table import Table
@@ -41,6 +42,7 @@ EXISTS_LOOKUPS_PER_KEY = 64
 """An EXISTS may ask for this many times ``limits.max_batch_keys`` shards: it holds the loop for milliseconds."""
 
 _Method = Callable[[StoreSession, memoryview], Awaitable[bytes]]
+_MethodAtOnce = Callable[[StoreSession, memoryview], bytes]
 
 
 class Requests:
@@ -50,10 +52,11 @@ class Requests:
         table: index of the arena.
         manifests: directory of namespaces.
         transfers: puts and gets.
+        maintenance: the operator's commands.
         limits: bounds of what a request may ask for.
         counters: counts by reason are added here.
         statistics: makes the object that STAT shows.
-        on_reset: called after a reset, which leaves something to sweep.
+        clock: seconds; the one that the table's other callers use.
     """
 
     def __init__(
@@ -61,31 +64,42 @@ class Requests:
         table: Table,
         manifests: ManifestDirectory,
         transfers: Transfers,
+        maintenance: Maintenance,
         limits: LimitsConfig,
         counters: Counter[str],
         *,
         statistics: Callable[[], dict[str, Any]],
-        on_reset: Callable[[], None],
+        clock: Callable[[], float],
     ) -> None:
         self._table = table
         self._manifests = manifests
         self._transfers = transfers
+        self._commands = AdminCommands(maintenance, counters)
         self._limits = limits
+        self._max_lookups = limits.max_batch_keys * EXISTS_LOOKUPS_PER_KEY
         self._counters = counters
         self._statistics = statistics
-        self._on_reset = on_reset
+        self._clock = clock
         self.methods: dict[int, _Method] = {
             MessageType.MANIFEST: self._manifest,
             MessageType.PUT: self._put,
             MessageType.GET: self._get,
+            MessageType.STAT: self._stat,
+            MessageType.ADMIN: self._admin,
+        }
+        """Each takes a session and a body, and returns the reply's body."""
+
+        self.at_once: dict[int, _MethodAtOnce] = {
             MessageType.EXISTS: self._exists,
             MessageType.REPORT_BAD: self._report_bad,
             MessageType.DELETE: self._delete,
-            MessageType.STAT: self._stat,
             MessageType.PING: self._ping,
-            MessageType.ADMIN: self._admin,
         }
-        """Each takes a session and a body, and returns the reply's body. A type not listed is no request."""
+        """Likewise, of those that need no waiting. A type in neither table is no request."""
+
+        if maintenance.keep_removals is not None:
+            for type in (MessageType.REPORT_BAD, MessageType.DELETE):
+                self.methods[type] = _kept(self.at_once.pop(type), maintenance.keep_removals)
 
     # Messages
 
@@ -99,24 +113,26 @@ class Requests:
         self._check_batch("GET", len(request.items))
         return Get.pack_reply(await self._transfers.get(session, request))
 
-    async def _exists(self, session: StoreSession, body: memoryview) -> bytes:
+    def _exists(self, session: StoreSession, body: memoryview) -> bytes:
         request = Exists.unpack(body)
-        self._check_batch("EXISTS", len(request.prefixes))
-        lookups, most = len(request.prefixes) * request.shards, self._limits.max_batch_keys * EXISTS_LOOKUPS_PER_KEY
-        if lookups > most or lookups // 8 + len(request.prefixes) > self._limits.max_frame_bytes:
+        prefixes, shards = request.prefixes, request.shards
+        self._check_batch("EXISTS", len(prefixes))
+        lookups, most = len(prefixes) * shards, self._max_lookups
+        if lookups > most or lookups // 8 + len(prefixes) > self._limits.max_frame_bytes:
             self._counters["refused_batch"] += 1
             raise StoreError(f"an EXISTS for {lookups} shards; this server answers {most} (64 x limits.max_batch_keys)")
-        if not session.access.prefix and Right.READ in session.access.rights:
-            return self._table.exists(list(request.prefixes), request.shards)
-        nothing = bytes(request.row_bytes)
-        rows = []
-        for prefix in request.prefixes:
-            allowed = session.access.may(Right.READ, prefix)
-            self._counters["exists_denied"] += not allowed
-            rows.append(self._table.exists([prefix], request.shards) if allowed else nothing)
-        return b"".join(rows)
+        rights, within = session.access
+        if Right.READ in rights and (not within or all(prefix.startswith(within) for prefix in prefixes)):
+            return self._table.exists(prefixes, shards, self._clock())
+        # Not one lookup for what is not allowed: its rows are as those of a value that is not there.
+        allowed = [prefix for prefix in prefixes if session.access.may(Right.READ, prefix)]
+        self._counters["exists_denied"] += len(prefixes) - len(allowed)
+        found, width = self._table.exists(allowed, shards, self._clock()), request.row_bytes
+        rows = iter([found[at : at + width] for at in range(0, len(found), width)])
+        nothing = bytes(width)
+        return b"".join([next(rows) if session.access.may(Right.READ, prefix) else nothing for prefix in prefixes])
 
-    async def _report_bad(self, session: StoreSession, body: memoryview) -> bytes:
+    def _report_bad(self, session: StoreSession, body: memoryview) -> bytes:
         request = ReportBad.unpack(body)
         self._check_batch("REPORT_BAD", len(request.items))
         answer = bytearray()
@@ -128,7 +144,7 @@ class Requests:
             logger.warning("values.reported_bad peer=%s count=%d", session.peer.label, sum(answer))
         return bytes(answer)
 
-    async def _delete(self, session: StoreSession, body: memoryview) -> bytes:
+    def _delete(self, session: StoreSession, body: memoryview) -> bytes:
         request = Delete.unpack(body)
         self._check_batch("DELETE", len(request.keys))
         statuses = []
@@ -143,38 +159,41 @@ class Requests:
     async def _manifest(self, session: StoreSession, body: memoryview) -> bytes:
         request = Manifest.unpack(body)
         if session.access.may_namespace(Right.WRITE, request.digest):
-            siblings = self._manifests.add(request.family, request.digest, request.manifest)
+            siblings = self._manifests.add(request.family, request.digest, request.manifest, self._clock())
         elif session.access.may_namespace(Right.READ, request.digest):
             siblings = self._manifests.siblings(request.family, request.digest)
         else:
             raise self._denied("MANIFEST", "read or write")
-        return Manifest.pack_reply([ManifestEntry(*sibling) for sibling in siblings])
+        # A family may hold namespaces of tenants that this key has no right to know of.
+        access = session.access
+        shown = [
+            ManifestEntry(digest, manifest)
+            for digest, manifest in siblings
+            if access.may_namespace(Right.READ, digest) or access.may_namespace(Right.WRITE, digest)
+        ]
+        self._counters["manifests_hidden"] += len(siblings) - len(shown)
+        return Manifest.pack_reply(shown)
 
     async def _stat(self, session: StoreSession, body: memoryview) -> bytes:
         _expect_empty(body)
-        return json.dumps(self._statistics(), separators=(",", ":")).encode()
+        shown = self._statistics()
+        if not session.access.sees_everything:
+            # The rest tells how much others store and move. Who it is, and what it does itself, everybody may see.
+            key_id, server = session.peer.established.key_id, shown["server"]
+            shown = {
+                "server": {name: server[name] for name in ("server_id", "boot_id", "uptime_s")},
+                "sessions": [row for row in shown["sessions"] if row["key_id"] == key_id],
+            }
+        return json.dumps(shown, separators=(",", ":")).encode()
 
-    async def _ping(self, session: StoreSession, body: memoryview) -> bytes:
+    def _ping(self, session: StoreSession, body: memoryview) -> bytes:
         _expect_empty(body)
         return b""
 
     async def _admin(self, session: StoreSession, body: memoryview) -> bytes:
-        command = Admin.unpack(body).command
-        if command.get("command") != "reset":
-            raise StoreError(f"unknown command {str(command.get('command'))[:64]!r}; this server knows: reset")
-        try:
-            namespace = bytes.fromhex(str(command.get("namespace")))
-        except ValueError:
-            namespace = b""
-        if len(namespace) != NAMESPACE_BYTES:
-            raise StoreError("reset: namespace must be 64 hexadecimal characters")
-        if not session.access.may_namespace(Right.ADMIN, namespace):
+        if Right.ADMIN not in session.access.rights:
             raise self._denied("ADMIN", "admin")
-        hidden = self._table.reset_namespace(namespace)
-        self._on_reset()
-        logger.warning("namespace.reset peer=%s namespace=%s values=%d", session.peer.label, namespace.hex(), hidden)
-        answer = {"command": "reset", "namespace": namespace.hex(), "hidden": hidden}
-        return json.dumps(answer, separators=(",", ":")).encode()
+        return await self._commands.run(session, Admin.unpack(body).command)
 
     # Small things
 
@@ -186,6 +205,17 @@ class Requests:
     def _denied(self, what: str, right: str) -> StoreError:
         self._counters["denied"] += 1
         return StoreError(f"{what} is denied: this key id needs the right: {right}")
+
+
+def _kept(method: _MethodAtOnce, keep_removals: Callable[[], Awaitable[None]]) -> _Method:
+    """A method that is answered only when a crash cannot undo what it removed."""
+
+    async def kept(session: StoreSession, body: memoryview) -> bytes:
+        answer = method(session, body)
+        await keep_removals()
+        return answer
+
+    return kept
 
 
 def _expect_empty(body: memoryview) -> None:

@@ -1,12 +1,14 @@
-"""One storage host's server: owns the arena and the transports, starts them and ends them in order.
+"""One storage host's server: owns the arena, the disk and the transports, starts them and ends them in order.
 
 Life::
 
-    start   arena memory -> handler -> every transport listens
+    start   arena memory -> handler -> the disk is opened, and what survived there is taken up
+            -> every transport listens
             -> the arena is populated in the background: a put that lands on pages that are not there yet is slow
-    run     until the body of the ``async with`` ends, or a transport fails
-    end     nothing new is accepted -> requests in flight finish, up to ``drain_timeout_s`` -> every transport
-            ends and fences its sessions -> the arena is unmapped, once
+    run     until the body of the ``async with`` ends, or a transport or the disk's log fails
+    end     nothing new is accepted -> requests in flight finish, and what only the arena holds is written to disk,
+            up to ``drain_timeout_s`` in all -> every transport ends and fences its sessions -> the disk is closed
+            -> the arena is unmapped, once
 
 The end is the same on a normal exit, an error and a cancellation.
 """
@@ -27,8 +29,12 @@ from anyio.abc import TaskGroup, TaskStatus
 from memkv_vllm.config import ServerConfig
 from memkv_vllm.errors import LocalProtocolError
 from memkv_vllm.store.arena import ArenaAllocator
-from memkv_vllm.store.eviction import EvictionPolicy, LruPolicy
+from memkv_vllm.store.eviction import EvictionPolicy
+from memkv_vllm.store.garbage import Freezer
 from memkv_vllm.store.handler import StoreHandler
+from memkv_vllm.store.log.api import ValueLog
+from memkv_vllm.store.log.drivelog import DriveLog
+from memkv_vllm.store.policies import make_policy
 from memkv_vllm.transports.base import ServerTransport
 from memkv_vllm.transports.memory import POPULATE_STEP_BYTES, HostMemory
 
@@ -40,6 +46,7 @@ GRANULE_BYTES = 4096
 """Values are of any size: an extent wastes less than one page, whatever ``memory.block_size`` is."""
 DEFAULT_DRAIN_TIMEOUT_S = 5.0
 SERVER_ID_BYTES = 16
+_FREEZE_INTERVAL_S = 0.5
 
 
 class StoreServer:
@@ -48,9 +55,11 @@ class StoreServer:
     Args:
         config: the server's settings.
         transports: what to serve on; each gets the same handler and arena.
-        policy: order of eviction; LRU by default.
+        policy: order of eviction; as ``storage.eviction`` says by default.
+        log: the disk behind the arena; as ``storage`` says by default.
         server_id: 16 bytes that stay with the store's content; random by default, since memory does not outlive us.
-        drain_timeout_s: how long requests in flight may go on at the end.
+            With a disk it is what stands there.
+        drain_timeout_s: how long requests in flight, and then the writing to disk, may go on at the end.
         populate: back the whole arena with memory after the start; without, the first put to each page does it.
 
     Raises:
@@ -63,6 +72,7 @@ class StoreServer:
         transports: Sequence[ServerTransport],
         *,
         policy: EvictionPolicy | None = None,
+        log: ValueLog | None = None,
         server_id: bytes | None = None,
         drain_timeout_s: float = DEFAULT_DRAIN_TIMEOUT_S,
         populate: bool = True,
@@ -71,10 +81,19 @@ class StoreServer:
         self.config = config
         self.server_id = os.urandom(SERVER_ID_BYTES) if server_id is None else server_id
         self.boot_id = os.urandom(SERVER_ID_BYTES)
+        self.arena_slow = False
+        """The arena could not be backed with memory in advance."""
         self.addresses: list[Any] = []
         """What each transport listens on, in the order of ``transports``."""
         self._transports = tuple(transports)
-        self._policy = LruPolicy() if policy is None else policy
+        eviction = config.storage.eviction
+        if policy is None:
+            policy = make_policy(eviction.policy, per_namespace=eviction.namespace_quota < 1)
+        self._policy = policy
+        self._log = log
+        self._freezer = Freezer()
+        self._disk_runs = False
+        self._stop_by = 0.0
         self._drain_timeout_s = drain_timeout_s
         self._populates = populate
         self._memory: HostMemory | None = None
@@ -95,6 +114,10 @@ class StoreServer:
         """What STAT shows; plain values."""
         return self.handler.statistics()
 
+    def health(self) -> list[str]:
+        """What is wrong with the store's parts, one line each; empty when nothing is."""
+        return self.handler.health()
+
     async def serve(self, *, task_status: TaskStatus[list[Any]] = anyio.TASK_STATUS_IGNORED) -> None:
         """Runs the server until cancelled; ``task_status.started(addresses)`` once it listens."""
         async with self:
@@ -108,7 +131,9 @@ class StoreServer:
         self._tasks = anyio.create_task_group()
         await self._tasks.__aenter__()
         try:
+            await self._open_disk(self._tasks)
             self._tasks.start_soon(self.handler.sweep)
+            self._tasks.start_soon(self._freeze_entries)
             for transport in self._transports:
                 self.addresses.append(await self._tasks.start(self._serve_transport, transport, memory))
         except BaseException:
@@ -131,17 +156,20 @@ class StoreServer:
             raise LocalProtocolError("the server was not started")
         try:
             await self._drain()
+            await self._finish_disk()
             self._tasks.cancel_scope.cancel()
             kind = None if cancellation is None else type(cancellation)
             swallowed = await self._tasks.__aexit__(kind, cancellation, None)
             return swallowed if cancellation is not None else None
         except Exception as error:
-            causes: Sequence[Exception] = getattr(error, "exceptions", [])
-            if len(causes) == 1:
-                raise causes[0] from None
+            cause = _only_cause(error)
+            if cause is not error:
+                raise cause from None
             raise
         finally:
+            await self._close_disk()
             self._memory.close()
+            self._freezer.close()
             logger.info("server.stopped id=%s", self.server_id.hex())
 
     def _make_arena(self) -> HostMemory:
@@ -149,10 +177,42 @@ class StoreServer:
         size = settings.max_size - settings.max_size % settings.block_size
         self._memory = memory = HostMemory.create("arena", size, settings.hugepages)
         allocator = ArenaAllocator(size, GRANULE_BYTES)
+        if self._log is None and self.config.storage.mode != "memory":
+            self._log = DriveLog(self.config.storage, memory)
         self._handler = StoreHandler(
-            self.config, memory, allocator, self._policy, server_id=self.server_id, boot_id=self.boot_id
+            self.config,
+            memory,
+            allocator,
+            self._policy,
+            server_id=self.server_id,
+            boot_id=self.boot_id,
+            log=self._log,
         )
         return memory
+
+    async def _open_disk(self, tasks: TaskGroup) -> None:
+        """Before anybody listens: clients that came now would be told that nothing is there."""
+        await self.handler.start()
+        self.server_id = self.handler.identity.server_id
+        self._freezer.poll(self.handler.entries_made)
+        if self.handler.residency is not None:
+            self._disk_runs = True
+            tasks.start_soon(self.handler.residency.run)
+
+    async def _finish_disk(self) -> None:
+        if self._disk_runs and self.handler.residency is not None:
+            left_s = max(0.0, self._stop_by - time.monotonic())
+            await self.handler.residency.finish(left_s)
+
+    async def _close_disk(self) -> None:
+        if self._handler is not None and self._handler.residency is not None:
+            with anyio.CancelScope(shield=True):  # it ends threads that read and write the arena
+                await self._handler.residency.aclose()
+
+    async def _freeze_entries(self) -> None:
+        while True:
+            await anyio.sleep(_FREEZE_INTERVAL_S)
+            self._freezer.poll(self.handler.entries_made)
 
     async def _populate(self, memory: HostMemory) -> None:
         """In steps, so that the server can end meanwhile. From the start on: low addresses are handed out first."""
@@ -160,6 +220,7 @@ class StoreServer:
         for offset in range(0, memory.length, POPULATE_STEP_BYTES):
             length = min(POPULATE_STEP_BYTES, memory.length - offset)
             if not await anyio.to_thread.run_sync(memory.populate, offset, length):
+                self.arena_slow = True
                 logger.warning("arena.not_populated: this kernel cannot; the first put to each page will be slow")
                 return
         logger.info("arena.populated bytes=%d elapsed_s=%.1f", memory.length, time.monotonic() - started)
@@ -175,8 +236,15 @@ class StoreServer:
 
     async def _drain(self) -> None:
         self.handler.close()
+        self._stop_by = time.monotonic() + self._drain_timeout_s
         with anyio.move_on_after(self._drain_timeout_s, shield=True) as scope:
             await self.handler.wait_idle()
         if scope.cancelled_caught:
             logger.warning("server.drain_timeout after_s=%s %r", self._drain_timeout_s, self._handler)
             self.handler.counted("drain_timeout")
+
+
+def _only_cause(error: Exception) -> Exception:
+    """What a group of one error, in groups of one, is about."""
+    causes: Sequence[Exception] = getattr(error, "exceptions", [])
+    return _only_cause(causes[0]) if len(causes) == 1 else error

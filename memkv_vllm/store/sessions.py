@@ -1,38 +1,24 @@
-"""What the store knows of one session: its rights, and the transfers that it gave up."""
+"""What the store knows of one session: its rights, until when it may stay, and the transfers that it gave up."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import NamedTuple
 
 import anyio
 
-from memkv_vllm.config import KeyEntry, Right
+from memkv_vllm.errors import RemoteProtocolError
+from memkv_vllm.store.keyring import Access
 from memkv_vllm.transports.base import ServerPeer
 from memkv_vllm.types import Extent
 
-__all__ = ["Access", "StoreSession", "Use", "UseKind"]
+__all__ = ["StoreSession", "Use", "UseKind"]
 
 
-class Access(NamedTuple):
-    """What a key id may do, and with which store keys."""
-
-    rights: frozenset[Right]
-    prefix: bytes
-
-    @classmethod
-    def of(cls, entry: KeyEntry) -> Access:
-        """The access that a key of the configuration gives."""
-        return cls(frozenset(entry.rights), entry.prefix)
-
-    def may(self, right: Right, key: bytes) -> bool:
-        """Whether ``right`` holds for the store key (or block prefix) ``key``."""
-        return right in self.rights and key.startswith(self.prefix)
-
-    def may_namespace(self, right: Right, namespace: bytes) -> bool:
-        """Whether ``right`` holds for every key of the namespace (byte 0 of a key is its format)."""
-        return right in self.rights and namespace.startswith(self.prefix[1:])
+LICENSE_CHECK_S = 60.0
+"""How often a session's license is compared with the wall clock: it ends at most this late after a step of it."""
 
 
 class UseKind(Enum):
@@ -74,6 +60,34 @@ class StoreSession:
     limbo: list[Use] = field(default_factory=list)
     """Uses whose transfer may still run; settled once the peer is fenced."""
     fencing: anyio.Lock = field(default_factory=anyio.Lock)
+    license_ends_s: float = math.inf
+    """When its license ends, in seconds since the epoch."""
+    _verdict: RemoteProtocolError | None = None
+    _condemned: anyio.Event = field(default_factory=anyio.Event)
+
+    def condemn(self, verdict: RemoteProtocolError) -> None:
+        """The session is to be cut, counted as ``cut_<kind>`` of ``verdict``: :meth:`watch` raises it."""
+        if self._verdict is None:
+            self._verdict = verdict
+            self._condemned.set()
+
+    async def watch(self, wall_clock: Callable[[], float]) -> None:
+        """Runs until the session may not go on.
+
+        Args:
+            wall_clock: seconds since the epoch. Asked again from time to time, since such a clock is set at times.
+
+        Raises:
+            RemoteProtocolError: it was condemned, or its license has ended.
+        """
+        while self._verdict is None:
+            left_s = self.license_ends_s - wall_clock()
+            if left_s <= 0:
+                self.condemn(RemoteProtocolError("license_expired", "its license has expired since it connected"))
+            else:
+                with anyio.move_on_after(left_s if left_s == math.inf else min(left_s, LICENSE_CHECK_S)):
+                    await self._condemned.wait()
+        raise self._verdict
 
     def give_up(self, uses: list[Use]) -> int:
         """Moves those of ``uses`` that are open into limbo; returns how many these are."""

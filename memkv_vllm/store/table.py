@@ -1,4 +1,4 @@
-"""What the store holds: a state machine per key over extents of the arena. Pure: time is an argument.
+"""What the store holds: a state machine per key over extents and records on disk. Pure: time is an argument.
 
 ::
 
@@ -8,41 +8,50 @@
                            v                    v                 v
                          absent               absent           evicting --last unpin--> absent
 
+    complete, with a record on disk too --demote (its extent is needed)--> on disk --remove--> absent
+    on disk --fetch (into a new extent)--> fetching --fetched--> complete;  --unfetch--> on disk;  --remove--> evicting
+
 ``remove`` is an eviction, a delete, a bad report or the end of a namespace's epoch. An extent goes back to the
-allocator only on entering ``absent``; no transition leads there from a reserved entry but the driver's own
-``commit`` or ``abort`` (its pull has ended), and none from a pinned one but the last ``unpin`` (its push has).
+allocator only on entering ``absent`` or by ``demote``; no transition leads there from a reserved entry but the
+driver's own ``commit`` or ``abort`` (its pull has ended), none from a pinned one but the last ``unpin`` (its push, or
+its write to disk, has), and none from a fetching one but the end of the fetch.
 
 The keys of a namespace live in its current *space*. A reset makes that space stale and starts an empty one, so
 it costs the same whatever the namespace holds: everything in a stale space is invisible at once, and is
 reclaimed by allocation, which prefers it, or by :meth:`Table.sweep` in bounded steps.
+
+Parts: :mod:`~memkv_vllm.store.content` (entries and what they hold), :mod:`~memkv_vllm.store.room` (allocation and
+eviction), :mod:`~memkv_vllm.store.disk_index` (what a disk sees).
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
+from operator import mul
 
-from memkv_vllm.errors import LocalProtocolError
 from memkv_vllm.store.arena import ArenaAllocator
+from memkv_vllm.store.content import Content
+from memkv_vllm.store.disk_index import DiskIndex
 from memkv_vllm.store.entries import (
+    RESIDENT,
     VISIBLE,
     Entry,
     EntryEvent,
     EntryState,
     PinResult,
     ReserveResult,
-    Space,
-    TableCounters,
     TableLimits,
     TableStatistics,
 )
 from memkv_vllm.store.eviction import EvictionPolicy
+from memkv_vllm.store.room import Room
+from memkv_vllm.store.spaces import NAMESPACE, NamespaceStatistics
 from memkv_vllm.types import Status
 
-__all__ = ["NAMESPACE", "PinResult", "ReserveResult", "Table", "TableLimits", "TableStatistics"]
+__all__ = ["NAMESPACE", "NamespaceStatistics", "PinResult", "ReserveResult", "Table", "TableLimits", "TableStatistics"]
 
-NAMESPACE = slice(1, 33)
-"""Where the namespace digest stands in a store key."""
+_RESERVED = EntryState.RESERVED
 
 
 class Table:
@@ -50,29 +59,30 @@ class Table:
 
     Args:
         allocator: extents of the arena; nobody else may use it.
-        policy: order of eviction; holds exactly the complete keys.
+        policy: order of eviction; holds exactly the complete keys of the arena.
         limits: bounds.
     """
 
     def __init__(self, allocator: ArenaAllocator, policy: EvictionPolicy, limits: TableLimits | None = None) -> None:
         self.limits = TableLimits() if limits is None else limits
-        self._allocator = allocator
-        self._policy = policy
-        self._spaces: dict[bytes, Space] = {}
-        self._stale: deque[Space] = deque()
-        self._held: dict[int, Entry] = {}
-        """Entries that a transfer uses (reserved or with pins), by generation."""
-        self._held_bytes = 0
-        """Bytes of those, in whole granules: what no eviction can free."""
+        self._content = Content(allocator, policy)
+        self._room = Room(self._content, self.limits)
+        self.disk = DiskIndex(self._content, self._room, self.limits)
+        """For the driver of a disk; without one, nothing is ever on disk."""
+        self._allocator, self._policy = allocator, policy
+        self._counters = self._content.counters
+        self._namespaces = self._content.namespaces
+        self._spaces = self._namespaces.current
         self._owned: dict[object, dict[int, bytes]] = {}
-        self._entries = 0
-        self._bytes = 0
-        self._complete = 0
-        self._generation = 0
-        self._counters = TableCounters()
 
     def __repr__(self) -> str:
-        return f"<Table {self._complete} complete of {self._entries} entries, {len(self._held)} in use>"
+        content = self._content
+        return f"<Table {content.num_visible} complete of {content.num_entries} entries, {len(content.in_use)} in use>"
+
+    @property
+    def entries_made(self) -> int:
+        """Number of entries that there ever were."""
+        return self._content.generation
 
     # Writers
 
@@ -96,21 +106,19 @@ class Table:
         if refused is not None:
             return ReserveResult(refused)
         self._reclaim_older(key)
-        offset, evicted = self._allocate(length)
+        offset, evicted = self._room.allocate(length, key[NAMESPACE], 1), self._room.evicted
         if offset is None:
             self._counters.refused_no_space += 1
             return ReserveResult(Status.NO_SPACE, evicted=evicted)
-        self._generation += 1
-        space = self._spaces.setdefault(key[NAMESPACE], Space())
-        entry = Entry(key, length, checksum, algorithm, layout, owner, now, offset, self._generation, space)
-        entry.move(EntryEvent.RESERVE)
-        space.entries[key] = entry
-        self._owned.setdefault(owner, {})[entry.generation] = key
-        self._entries += 1
-        self._bytes += length
-        self._hold(entry)
+        content = self._content
+        space = self._namespaces.open(key, now)
+        generation, extent_bytes = content.next_generation(), self._allocator.rounded(length)
+        entry = Entry(key, length, checksum, algorithm, layout, owner, now, offset, generation, space, extent_bytes)
+        content.insert(entry, EntryEvent.RESERVE)
+        content.hold(entry)
+        self._owned.setdefault(owner, {})[generation] = key
         self._counters.reservations += 1
-        return ReserveResult(Status.OK, offset, entry.generation, evicted)
+        return ReserveResult(Status.OK, offset, generation, evicted)
 
     def commit(self, key: bytes, generation: int) -> bool:
         """Makes a reserved value visible; all its bytes must be in place and checked.
@@ -121,19 +129,18 @@ class Table:
         Raises:
             LocalProtocolError: no such reservation.
         """
-        entry = self._held_entry(key, generation)
+        content = self._content
+        entry = content.held(key, generation)
         entry.move(EntryEvent.COMMIT)
         self._disown(entry)
-        self._unhold(entry)
+        content.unhold(entry)
         if not entry.space.current:
             entry.move(EntryEvent.REMOVE)
-            self._detach(entry)
-            self._release(entry)
+            self._namespaces.detach(entry)
+            content.release(entry)
             self._counters.commits_hidden += 1
             return False
-        entry.space.complete += 1
-        self._complete += 1
-        self._policy.added(key)
+        content.publish(entry)
         self._counters.commits += 1
         return True
 
@@ -143,12 +150,13 @@ class Table:
         Raises:
             LocalProtocolError: no such reservation.
         """
-        entry = self._held_entry(key, generation)
+        content = self._content
+        entry = content.held(key, generation)
         entry.move(EntryEvent.ABORT)
         self._disown(entry)
-        self._unhold(entry)
-        self._detach(entry)
-        self._release(entry)
+        content.unhold(entry)
+        self._namespaces.detach(entry)
+        content.release(entry)
         self._counters.aborts += 1
 
     def release_owner(self, owner: object) -> list[tuple[bytes, int]]:
@@ -157,12 +165,12 @@ class Table:
 
     # Readers
 
-    def pin(self, key: bytes, length: int, layout: int) -> PinResult:
-        """Holds a complete value in place until :meth:`unpin`, and counts as a use of it.
+    def pin(self, key: bytes, length: int, layout: int, now: float) -> PinResult:
+        """Holds a complete value in place until :meth:`unpin`, and counts as a use of it ``now`` (seconds).
 
         Returns:
             ``OK`` with offset, checksum and generation; ``ABSENT``; ``BAD_LENGTH`` or ``BAD_LAYOUT`` with the
-            generation, so that the reader can report the value.
+            generation, so that the reader can report the value; ``PENDING`` when it is on disk alone: nothing is held.
         """
         entry = self._find(key)
         if entry is None:
@@ -172,10 +180,10 @@ class Table:
             self._counters.mismatches += 1
             status = Status.BAD_LENGTH if entry.length != length else Status.BAD_LAYOUT
             return PinResult(status, generation=entry.generation)
-        entry.move(EntryEvent.PIN)
-        entry.pins += 1
-        if entry.pins == 1:
-            self._hold(entry)
+        entry.space.last_used = now
+        if entry.state not in RESIDENT:
+            return PinResult(Status.PENDING, generation=entry.generation)
+        self._content.pin(entry)
         self._policy.touched(key)
         self._counters.hits += 1
         return PinResult(Status.OK, entry.offset, entry.checksum, entry.algorithm, entry.generation)
@@ -186,41 +194,51 @@ class Table:
         Raises:
             LocalProtocolError: no such pin.
         """
-        entry = self._held_entry(key, generation)
-        entry.move(EntryEvent.UNPIN if entry.pins > 1 else EntryEvent.LAST_UNPIN)
-        entry.pins -= 1
-        if entry.pins:
-            return
-        self._unhold(entry)
-        if entry.state is EntryState.ABSENT:
-            self._release(entry)
-        elif not entry.space.current:
-            self._remove(entry)
-            self._counters.reclaimed += 1
+        self._content.unpin(self._content.held(key, generation))
 
-    def exists(self, block_prefixes: list[bytes], shards: int) -> bytes:
-        """Which shards of which blocks are complete. Pins nothing; counts as a use of what is found.
+    def exists(self, block_prefixes: Sequence[bytes], shards: int, now: float) -> bytes:
+        """Which shards of which blocks are complete, in the arena or on disk. Pins nothing; counts as a use.
 
         Args:
             block_prefixes: store keys without their last two bytes (the shard number, big-endian).
             shards: shards per block.
+            now: seconds; noted as the last use of each namespace asked for.
 
         Returns:
             one row of ``ceil(shards / 8)`` bytes per prefix; bit i of a row, lowest first, is shard i.
         """
+        # Shard after shard, which is the cheapest way to make the keys of a batch.
         suffixes = [shard.to_bytes(2, "big") for shard in range(shards)]
-        width = (shards + 7) // 8
-        rows = []
-        for prefix in block_prefixes:
-            space = self._spaces.get(prefix[NAMESPACE])
-            row = 0
-            for shard, suffix in enumerate(suffixes if space is not None else ()):
-                entry = space.entries.get(prefix + suffix) if space is not None else None
-                if entry is not None and entry.state in VISIBLE:
-                    row |= 1 << shard
-                    self._policy.touched(entry.key)
-            rows.append(row.to_bytes(width, "little"))
-        return b"".join(rows)
+        found = self._find_all([prefix + suffix for suffix in suffixes for prefix in block_prefixes], now)
+        used = [entry.key for entry in found if entry is not None and entry.state in RESIDENT]
+        self._policy.touched_many(used)
+        if len(used) == len(found):
+            there = b"\1" * len(found)
+        else:
+            there = bytes([entry is not None and entry.state in VISIBLE for entry in found])
+        return there if shards == 1 else _bitmap(there, shards)
+
+    def _find_all(self, keys: Sequence[bytes], now: float) -> list[Entry | None]:
+        """The entry of each key, in whatever state; notes the use of their namespaces.
+
+        The keys of a lookup have one namespace as a rule. So all are looked up in that of the first, at C speed, and
+        only what is not found there is asked for its namespace: a key of another one cannot be found there.
+        """
+        namespace = keys[0][NAMESPACE] if keys else b""
+        space = self._spaces.get(namespace)
+        found: list[Entry | None] = [None] * len(keys)
+        if space is not None:
+            space.last_used = now
+            found = list(map(space.entries.get, keys))
+            if all(found):
+                return found
+        for index, key in enumerate(keys):
+            if found[index] is None and key[NAMESPACE] != namespace:
+                other = self._spaces.get(key[NAMESPACE])
+                if other is not None:
+                    other.last_used = now
+                    found[index] = other.entries.get(key)
+        return found
 
     # Removal
 
@@ -229,7 +247,7 @@ class Table:
         entry = self._find(key)
         if entry is None:
             return False
-        self._remove(entry)
+        self._content.remove(entry)
         self._counters.deletes += 1
         return True
 
@@ -238,7 +256,7 @@ class Table:
         entry = self._find(key)
         if entry is None or entry.generation != generation:
             return False
-        self._remove(entry)
+        self._content.remove(entry)
         self._counters.bad_reports += 1
         return True
 
@@ -251,142 +269,109 @@ class Table:
             number of values that were visible until now.
         """
         self._counters.resets += 1
-        space = self._spaces.pop(namespace, None)
+        space = self._namespaces.retire(namespace)
         if space is None:
             return 0
-        space.current = False
-        self._complete -= space.complete
-        self._stale.append(space)
+        self._content.num_visible -= space.complete
         return space.complete
+
+    def gc(self, idle_s: float, now: float, at_most: int | None = None) -> list[NamespaceStatistics]:
+        """Ends the epoch of every namespace that was not used for ``idle_s`` seconds, O(1) each (P097).
+
+        Args:
+            idle_s: seconds.
+            now: seconds.
+            at_most: of them, so many; all by default.
+
+        Returns:
+            what each held.
+        """
+        dropped = []
+        for namespace in self._namespaces.idle(idle_s, now)[:at_most]:
+            dropped.append(self._namespaces.describe(self._spaces[namespace]))
+            self.reset_namespace(namespace)
+        return dropped
+
+    def evict(self, num_bytes: int, max_values: int) -> tuple[int, int]:
+        """Frees at least ``num_bytes`` of the arena now: what resets left first, then by the policy's order.
+
+        Values in use stay. At most ``max_values`` values go, so that a caller can do much of it in steps.
+
+        Returns:
+            number of values freed, and bytes of the arena that this freed.
+        """
+        return self._room.evict(num_bytes, max_values)
 
     def sweep(self, max_entries: int) -> int:
         """Reclaims up to ``max_entries`` entries of stale spaces; returns how many were looked at."""
-        seen = 0
-        while seen < max_entries and self._stale:
-            space = self._stale[0]
-            if not space.entries:
-                self._stale.popleft()
-                continue
-            self._reclaim(next(iter(space.entries.values())))
-            seen += 1
-        return seen
+        return self._room.sweep(max_entries)
+
+    def namespaces(self) -> list[NamespaceStatistics]:
+        """One for each namespace that holds something."""
+        return self._namespaces.statistics()
 
     def statistics(self) -> TableStatistics:
         """Gauges and counters as they are now."""
-        reserved = [entry.since for entry in self._held.values() if entry.state is EntryState.RESERVED]
+        content = self._content
+        in_use = list(content.in_use.values())
+        reserved = [entry.since for entry in in_use if entry.state is _RESERVED]
+        fetching = sum(1 for entry in in_use if not entry.pins and entry.state is not _RESERVED)
         return TableStatistics(
-            entries=self._entries,
-            complete=self._complete,
+            entries=content.num_entries,
+            complete=content.num_visible,
             reserved=len(reserved),
-            pinned=len(self._held) - len(reserved),
-            stale=sum(len(space.entries) for space in self._stale),
-            bytes_used=self._bytes,
+            pinned=sum(1 for entry in in_use if entry.pins > entry.writing),
+            stale=self._namespaces.num_stale(),
+            bytes_used=content.arena_bytes,
             oldest_reservation=min(reserved, default=None),
+            on_disk=content.num_on_disk,
+            records=len(content.records),
+            disk_bytes=content.disk_bytes,
+            fetching=fetching,
+            writing=sum(1 for entry in in_use if entry.writing),
             counters=replace(self._counters),
         )
 
     # Inside
 
     def _find(self, key: bytes) -> Entry | None:
-        space = self._spaces.get(key[NAMESPACE])
-        entry = space.entries.get(key) if space is not None else None
-        return entry if entry is not None and entry.state in VISIBLE else None
+        return self._namespaces.find(key)
 
     def _refusal(self, key: bytes, length: int) -> Status | None:
-        space = self._spaces.get(key[NAMESPACE])
-        entry = space.entries.get(key) if space is not None else None
+        entry = self._namespaces.entry(key)
         if entry is not None:
-            if entry.state is EntryState.RESERVED:
+            if entry.state is _RESERVED:
                 self._counters.refused_pending += 1
                 return Status.PENDING
-            self._policy.touched(key)
+            if entry.state in RESIDENT:
+                self._policy.touched(key)
             self._counters.refused_exists += 1
             return Status.EXISTS
-        if length > min(self.limits.max_value_bytes, self._allocator.size):
+        if length > self._room.largest:
             self._counters.refused_too_large += 1
             return Status.TOO_LARGE
         return None
 
-    def _allocate(self, length: int) -> tuple[int | None, int]:
-        """Offset (None: no room) and number of evictions: stale entries go first, then victims, until it fits."""
-        evicted = 0
-        if self._allocator.rounded(length) > self._allocator.size - self._held_bytes:
-            return None, 0  # evicting everything would not help
-        while True:
-            if self._entries < self.limits.max_entries:
-                offset = self._allocator.allocate(length)
-                if offset is not None:
-                    return offset, evicted
-            if self.sweep(1):
-                continue
-            if not self._evict_one():
-                return None, evicted
-            evicted += 1
-
-    def _evict_one(self) -> bool:
-        for key in self._policy.victims():
-            entry = self._find(key)
-            if entry is not None and entry.state is EntryState.COMPLETE:
-                self._counters.evictions += 1
-                self._counters.evicted_bytes += entry.length
-                self._remove(entry)
-                return True
-        return False
-
-    def _remove(self, entry: Entry) -> None:
-        """Hides a complete or pinned entry; frees it unless it is pinned."""
-        entry.move(EntryEvent.REMOVE)
-        entry.space.complete -= 1
-        if entry.space.current:
-            self._complete -= 1
-        self._policy.removed(entry.key)
-        self._detach(entry)
-        if entry.state is EntryState.ABSENT:
-            self._release(entry)
-
-    def _reclaim(self, entry: Entry) -> None:
-        """Takes an entry out of its stale space; what a transfer uses is freed when that ends."""
-        if entry.state is EntryState.RESERVED:
-            self._detach(entry)
-            return
-        self._remove(entry)
-        self._counters.reclaimed += 1
-
     def _reclaim_older(self, key: bytes) -> None:
         """A policy holds a key once, so an older epoch's value must go before the key is reserved again."""
-        for space in self._stale:
-            entry = space.entries.get(key)
-            if entry is not None:
-                self._reclaim(entry)
-
-    def _detach(self, entry: Entry) -> None:
-        space = entry.space
-        if space.entries.get(entry.key) is entry:
-            del space.entries[entry.key]
-            if not space.entries and space.current:
-                del self._spaces[entry.key[NAMESPACE]]
-
-    def _release(self, entry: Entry) -> None:
-        self._allocator.free(entry.offset)
-        self._entries -= 1
-        self._bytes -= entry.length
-
-    def _hold(self, entry: Entry) -> None:
-        self._held[entry.generation] = entry
-        self._held_bytes += self._allocator.rounded(entry.length)
-
-    def _unhold(self, entry: Entry) -> None:
-        del self._held[entry.generation]
-        self._held_bytes -= self._allocator.rounded(entry.length)
-
-    def _held_entry(self, key: bytes, generation: int) -> Entry:
-        entry = self._held.get(generation)
-        if entry is None or entry.key != key:
-            raise LocalProtocolError(f"key {key.hex()}: generation {generation} is not in use")
-        return entry
+        for entry in self._namespaces.stale_entries(key):
+            self._content.reclaim(entry)
 
     def _disown(self, entry: Entry) -> None:
         owned = self._owned[entry.owner]
         del owned[entry.generation]
         if not owned:
             del self._owned[entry.owner]
+
+
+def _bitmap(there: bytes, shards: int) -> bytes:
+    """A row of ``ceil(shards / 8)`` bytes per block; bit i of a row, lowest first, is shard i.
+
+    Args:
+        there: 1 or 0 per value, shard after shard.
+        shards: shards per block.
+    """
+    blocks = len(there) // shards
+    bits = [1 << shard for shard in range(shards)]
+    width = (shards + 7) // 8
+    return b"".join([sum(map(mul, bits, there[block::blocks])).to_bytes(width, "little") for block in range(blocks)])

@@ -26,6 +26,8 @@ from memkv_vllm.errors import RemoteProtocolError, StoreError
 from memkv_vllm.protocol.checksum import ChecksumAlgorithm, digest
 from memkv_vllm.protocol.messages import Get, GetResult, Put
 from memkv_vllm.store.bulkqueue import BulkKind, BulkTicket
+from memkv_vllm.store.latency import Latency
+from memkv_vllm.store.residency import Residency
 from memkv_vllm.store.sessions import StoreSession, Use, UseKind
 from memkv_vllm.store.table import Table
 from memkv_vllm.store.turns import BulkTurns
@@ -65,6 +67,8 @@ class _Job:
     deadline: Deadline
     algorithm: int
     statuses: list[Status]
+    started: float
+    """On the clock of the deadline."""
 
 
 class Transfers:
@@ -77,6 +81,7 @@ class Transfers:
         limits: ``transfer_timeout_s`` and ``copy_threads``.
         counters: counts by reason are added here.
         clock: seconds on the clock of :class:`Deadline`.
+        residency: the disk behind the arena, if there is one.
     """
 
     def __init__(
@@ -87,14 +92,18 @@ class Transfers:
         limits: LimitsConfig,
         counters: Counter[str],
         clock: Callable[[], float] = time.monotonic,
+        residency: Residency | None = None,
     ) -> None:
         self._table = table
+        self._residency = residency
         self._memory = memory
         self._turns = turns
         self._limits = limits
         self._counters = counters
         self._clock = clock
         self._threads = anyio.CapacityLimiter(limits.copy_threads)
+        self.latencies = {BulkKind.PUT: Latency(), BulkKind.GET: Latency()}
+        """How long batches took that were answered, from :meth:`put` or :meth:`get` on."""
 
     async def put(self, session: StoreSession, request: Put) -> list[Status]:
         """Stores the values that a PUT names.
@@ -134,8 +143,11 @@ class Transfers:
         results = [GetResult(Status.FAILED, 0, 0, 0)] * len(request.items)
         uses: list[Use] = []
         try:
-            self._pin(job, request, uses, results)
-            await self._run(job, uses)
+            on_disk = self._pin(job, request, uses, results)
+            if on_disk and self._residency is not None:
+                await self._run_with_disk(job, request, uses, results, on_disk, self._residency)
+            else:
+                await self._run(job, uses)
         finally:
             self._give_up(job, uses)
         self._count(job, sum(request.items[i].extent.length for i, s in enumerate(job.statuses) if s is Status.OK))
@@ -176,17 +188,22 @@ class Transfers:
                     job.statuses[index] = Status.FAILED  # until it is committed
                     uses.append(Use(UseKind.RESERVED, index, key, generation, offset, extent, checksum))
 
-    def _pin(self, job: _Job, request: Get, uses: list[Use], results: list[GetResult]) -> None:
+    def _pin(self, job: _Job, request: Get, uses: list[Use], results: list[GetResult]) -> list[int]:
+        """Pins what is in the arena; returns the indexes of what is on disk alone."""
+        now, on_disk = self._clock(), []
         for index, (key, layout, extent) in enumerate(request.items):
             if not job.session.access.may(Right.READ, key):
                 job.statuses[index] = Status.DENIED
                 continue
-            status, offset, checksum, algorithm, generation = self._table.pin(key, extent.length, layout)
+            status, offset, checksum, algorithm, generation = self._table.pin(key, extent.length, layout, now)
             job.statuses[index] = status
             results[index] = GetResult(status, algorithm, checksum, generation)
             if status is Status.OK:
                 job.statuses[index] = Status.FAILED  # until it was pushed
                 uses.append(Use(UseKind.PINNED, index, key, generation, offset, extent, checksum))
+            elif status is Status.PENDING:
+                on_disk.append(index)
+        return on_disk
 
     async def _run(self, job: _Job, uses: list[Use]) -> None:
         slices = [uses[part] for part in self._turns.slices(job.kind, [use.remote.length for use in uses])]
@@ -196,6 +213,35 @@ class Transfers:
             async with anyio.create_task_group() as tasks:
                 for part in slices:
                     tasks.start_soon(self._slice, job, part)
+
+    async def _run_with_disk(
+        self,
+        job: _Job,
+        request: Get,
+        uses: list[Use],
+        results: list[GetResult],
+        on_disk: list[int],
+        residency: Residency,
+    ) -> None:
+        """Pushes what is in the arena at once, and the rest as it comes back; nobody holds a lane while waiting."""
+
+        async def bring(index: int) -> None:
+            key, layout, extent = request.items[index]
+            pinned = await residency.pin(key, extent.length, layout, job.deadline)
+            status, offset, checksum, algorithm, generation = pinned
+            job.statuses[index] = status
+            results[index] = GetResult(status, algorithm, checksum, generation)
+            if status is Status.OK:
+                job.statuses[index] = Status.FAILED  # until it was pushed
+                use = Use(UseKind.PINNED, index, key, generation, offset, extent, checksum)
+                uses.append(use)  # so that it is given up with the others
+                await self._slice(job, [use])
+
+        present = list(uses)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._run, job, present)
+            for index in on_disk:
+                tasks.start_soon(bring, index)
 
     async def _slice(self, job: _Job, uses: list[Use]) -> None:
         bulk = job.session.peer.bulk
@@ -251,6 +297,8 @@ class Transfers:
             if not self._table.commit(use.key, use.generation):
                 job.statuses[use.index] = Status.FAILED
                 self._counters["put_reset"] += 1
+            elif self._residency is not None:
+                self._residency.offer(use.key, use.generation)
 
     def _check(self, uses: list[Use]) -> list[bool]:
         """On the loop or in a thread, which cancellation awaits: it never reads an extent that was given back."""
@@ -261,8 +309,10 @@ class Transfers:
 
     def _job(self, session: StoreSession, kind: BulkKind, timeout_ms: int, num_items: int, algorithm: int) -> _Job:
         timeout_s = min(timeout_ms / 1000, self._limits.transfer_timeout_s)
-        deadline = Deadline(self._clock() + timeout_s)
-        return _Job(session, kind, self._turns.ticket(kind), deadline, algorithm, [Status.FAILED] * num_items)
+        now = self._clock()
+        deadline, statuses = Deadline(now + timeout_s), [Status.FAILED] * num_items
+        ticket = self._turns.ticket(kind, session.peer.established.session)
+        return _Job(session, kind, ticket, deadline, algorithm, statuses, now)
 
     def _give_back(self, use: Use) -> None:
         use.open = False
@@ -285,6 +335,7 @@ class Transfers:
         for status, number in Counter(job.statuses).items():
             self._counters[f"{name}_{status.name.lower()}"] += number
         self._counters[f"{name}_bytes"] += moved_bytes
+        self.latencies[job.kind].observe(self._clock() - job.started)
         if job.kind is BulkKind.PUT:
             job.session.put_bytes += moved_bytes
         else:

@@ -17,6 +17,7 @@ from memkv_vllm.protocol.session import Established, PeerKind
 from memkv_vllm.store.arena import ArenaAllocator
 from memkv_vllm.store.eviction import LruPolicy
 from memkv_vllm.store.handler import StoreHandler
+from memkv_vllm.store.log.api import ValueLog
 from memkv_vllm.transports.base import Move
 from memkv_vllm.transports.memory import HostMemory
 from memkv_vllm.types import Deadline, Extent, MemoryKind, SessionId, Status
@@ -95,6 +96,7 @@ class Rig:
     size: int = MIB
     overrides: dict[str, Any] = field(default_factory=dict)
     network: dict[str, Any] | None = None
+    log: ValueLog | None = None
 
     def __post_init__(self) -> None:
         self.config = self._config()
@@ -102,11 +104,13 @@ class Rig:
         self.policy = LruPolicy()
         self.arena = ArenaAllocator(self.size)
         self.handler = StoreHandler(
-            self.config, self.memory, self.arena, self.policy, server_id=b"s" * 16, boot_id=b"b" * 16
+            self.config, self.memory, self.arena, self.policy, server_id=b"s" * 16, boot_id=b"b" * 16, log=self.log
         )
 
     def _config(self) -> ServerConfig:
-        sections = {"memory": {"max_size": max(self.size, 2 * MIB)}, **self.overrides}
+        # Arenas of a few values: without this, the watermark would keep one of them free.
+        whole = {"eviction": {"high_watermark": 1.0, "low_watermark": 0.99}}
+        sections = {"memory": {"max_size": max(self.size, 2 * MIB)}, "storage": whole, **self.overrides}
         if self.network is None:
             return dev_server_config(os.urandom(32), address="127.0.0.1:0", overrides=sections)
         return ServerConfig.model_validate({**sections, "network": self.network})

@@ -1,8 +1,9 @@
 """Real stores in processes of their own, that can be frozen and killed.
 
 ``python -m tests.support.store_process`` is a nursery: for each line ``PORT KEY_HEX MAX_SIZE`` on its standard input it
-forks a store that serves over loopback and prints ``PID PORT`` once it listens. So a store starts in milliseconds,
-and a test may restart one twenty times. At the end of its input the nursery ends, and every store with it.
+forks a store that serves over loopback and tcp and prints ``PID PORT`` once it listens. So a store starts in
+milliseconds, and a test may restart one twenty times. At the end of its input the nursery ends, and every store with
+it.
 """
 
 from __future__ import annotations
@@ -21,16 +22,18 @@ import anyio
 from memkv_vllm.config import dev_server_config
 from memkv_vllm.store.server import StoreServer
 from memkv_vllm.transports.loopback import LoopbackServerTransport
+from memkv_vllm.transports.tcp import TcpServerTransport
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 async def serve(port: int, key: str, max_size: str) -> None:
-    """Serve for ever."""
-    transport = LoopbackServerTransport(port)
+    """Serve for ever, over tcp and loopback under one number."""
+    tcp = TcpServerTransport("127.0.0.1", port)
+    port = tcp.bind()
     config = dev_server_config(key, address=f"127.0.0.1:{port}", max_size=max_size)
-    async with StoreServer(config, [transport]):
-        sys.stdout.write(f"{os.getpid()} {transport.port}\n")
+    async with StoreServer(config, [tcp, LoopbackServerTransport(port)]):
+        sys.stdout.write(f"{os.getpid()} {port}\n")
         sys.stdout.flush()
         await anyio.sleep_forever()
 

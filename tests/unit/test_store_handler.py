@@ -174,7 +174,7 @@ async def test_a_value_that_is_being_read_is_not_evicted() -> None:
 
 
 async def test_a_waiting_get_goes_before_the_next_slice_of_a_put() -> None:
-    with Rig(overrides={"limits": {"copy_threads": 1, "put_slice_values": 1}}) as rig:
+    with Rig(overrides={"limits": {"max_transfers": 1, "put_slice_values": 1}}) as rig:
         reader, writer = await rig.connect(), await rig.connect()
         await rig.put(writer, {make_key(99): value(99)})
         order: list[str] = []
@@ -276,7 +276,7 @@ async def test_a_get_that_timed_out_unpins_only_behind_the_fence(rig: Rig) -> No
 
 async def test_a_move_that_fails_while_a_fence_is_on_its_way_is_settled_behind_it() -> None:
     """Another slice has timed out and fences; this one may answer FAILED before its last piece has landed."""
-    with Rig(overrides={"limits": {"copy_threads": 2, "put_slice_values": 1}}) as rig:
+    with Rig(overrides={"limits": {"max_transfers": 2, "put_slice_values": 1}}) as rig:
         peer = await rig.connect()
         fencing, fenced = anyio.Event(), anyio.Event()
         used: list[int] = []
@@ -339,7 +339,7 @@ async def test_a_transport_that_never_returns_cannot_hold_a_key(rig: Rig, monkey
 
 
 async def test_a_put_that_got_no_turn_in_time_moved_nothing_and_needs_no_fence() -> None:
-    with Rig(overrides={"limits": {"copy_threads": 1}}) as rig:
+    with Rig(overrides={"limits": {"max_transfers": 1}}) as rig:
         busy, late = await rig.connect(), await rig.connect()
         gate = busy.bulk.hook = Gate()
         async with anyio.create_task_group() as tasks:
@@ -396,7 +396,7 @@ async def test_a_client_that_dies_in_a_transfer_holds_its_extents_until_it_is_fe
 
 async def test_cancellation_at_any_step_leaves_nothing_behind() -> None:
     """P065: cancel at each step of mixed traffic; all gauges return to zero and no key is half there."""
-    with Rig(overrides={"limits": {"copy_threads": 2, "put_slice_values": 2}}) as rig:
+    with Rig(overrides={"limits": {"max_transfers": 2, "put_slice_values": 2}}) as rig:
         for steps in range(120):
             peer = await rig.connect()
             async with anyio.create_task_group() as tasks:
@@ -550,13 +550,14 @@ async def test_stat_is_json_with_every_part(rig: Rig) -> None:
     peer = await rig.connect()
     await rig.put(peer, {make_key(1): value(1)})
     state = await rig.ask(peer, Stat())
-    assert set(state) == {"server", "arena", "table", "manifests", "bulk", "counters", "sessions"}
+    parts = {"server", "arena", "table", "manifests", "bulk", "counters", "latency", "disk", "sessions"}
+    assert set(state) == parts
     assert state["table"]["counters"]["commits"] == 1
     assert state["arena"]["used"] == VALUE
     assert state["sessions"][0]["put_bytes"] == VALUE
     assert state["server"]["server_id"] == (b"s" * 16).hex()
     text = json.dumps(state)
-    assert rig.handler.find_key("default").hex() not in text  # type: ignore[union-attr]
+    assert rig.handler.find_key("default").hex() not in text
 
 
 # Limits, rights, admission
@@ -702,8 +703,13 @@ def test_limits_told_to_clients_fit_the_wire() -> None:
         assert limits.max_value_bytes == rig.size
 
 
-def test_unknown_key_ids_have_no_key(rig: Rig) -> None:
-    assert rig.handler.find_key("nobody") is None
+def test_an_unknown_key_id_has_a_key_that_nobody_can_hold(rig: Rig) -> None:
+    unknown = [rig.handler.find_key("nobody") for _ in range(3)]
+    assert len(set(unknown)) == 3 and {len(key) for key in unknown} == {32}
+    assert rig.count("auth_unknown_key") == 0  # a stranger could measure the time that counting takes
+    rig.handler.unproven("nobody")
+    rig.handler.unproven("default")
+    assert rig.count("auth_unknown_key") == 1
     key = rig.handler.find_key("default")
-    assert key is not None and len(key) == 32
+    assert len(key) == 32
     assert key.hex() not in repr(rig.handler)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import astuple
+from typing import Any
 
 import pytest
 
 from memkv_vllm.errors import LocalProtocolError
 from memkv_vllm.store.arena import ArenaAllocator
 from memkv_vllm.store.entries import TRANSITIONS, EntryEvent, EntryState
-from memkv_vllm.store.eviction import LruPolicy
-from memkv_vllm.store.table import Table, TableLimits
+from memkv_vllm.store.eviction import EvictionPolicy, LruPolicy
+from memkv_vllm.store.policies import make_policy
+from memkv_vllm.store.room import EXTRA_EVICTIONS
+from memkv_vllm.store.table import NamespaceStatistics, Table, TableLimits
 from memkv_vllm.types import Status
 
 NAMESPACE, OTHER = b"N" * 32, b"O" * 32
@@ -24,9 +27,9 @@ def make_key(block: int, shard: int = 0, namespace: bytes = NAMESPACE) -> bytes:
 class Store:
     """A table with shorthands; the granule is one byte, so that sizes are exact."""
 
-    def __init__(self, size: int = 100, granule: int = 1, **limits: int) -> None:
+    def __init__(self, size: int = 100, granule: int = 1, policy: EvictionPolicy | None = None, **limits: Any) -> None:
         self.arena = ArenaAllocator(size, granule)
-        self.policy = LruPolicy()
+        self.policy = LruPolicy() if policy is None else policy
         self.table = Table(self.arena, self.policy, TableLimits(**limits))
 
     def reserve(self, key: bytes, length: int = 10, owner: object = "me", now: float = 0.0) -> tuple[Status, int]:
@@ -40,10 +43,10 @@ class Store:
         return generation
 
     def pin(self, key: bytes, length: int = 10, layout: int = LAYOUT) -> Status:
-        return self.table.pin(key, length, layout).status
+        return self.table.pin(key, length, layout, 0.0).status
 
     def has(self, key: bytes) -> bool:
-        return self.table.exists([key[:-2]], 1) == b"\x01"
+        return self.table.exists([key[:-2]], 1, 0.0) == b"\x01"
 
 
 @pytest.fixture
@@ -62,7 +65,7 @@ def test_a_reserved_key_does_not_exist_and_a_committed_one_does(store: Store) ->
     assert store.pin(key) is Status.ABSENT
     store.table.commit(key, generation)
     assert store.has(key)
-    assert store.table.pin(key, 10, LAYOUT) == (Status.OK, 0, 99, 1, generation)
+    assert store.table.pin(key, 10, LAYOUT, 0.0) == (Status.OK, 0, 99, 1, generation)
 
 
 def test_the_first_writer_wins(store: Store) -> None:
@@ -117,6 +120,7 @@ def test_every_state_has_a_way_out_and_absent_follows_only_ended_transfers() -> 
         (EntryState.RESERVED, EntryEvent.ABORT),
         (EntryState.COMPLETE, EntryEvent.REMOVE),
         (EntryState.EVICTING, EntryEvent.LAST_UNPIN),
+        (EntryState.ON_DISK, EntryEvent.REMOVE),  # has no extent
     }
 
 
@@ -160,10 +164,23 @@ def test_exists_answers_a_bit_per_shard_lowest_first(store: Store) -> None:
     store.reserve(make_key(1, 1), length=1)
     store.put(make_key(3, 9), length=1)
     prefixes = [make_key(block)[:-2] for block in (1, 2, 3)]
-    assert store.table.exists(prefixes, 10) == bytes([0b1001, 0b1, 0, 0, 0, 0b10])
-    assert store.table.exists(prefixes, 8) == bytes([0b1001, 0, 0])
-    assert store.table.exists([], 8) == b""
+    assert store.table.exists(prefixes, 10, 0.0) == bytes([0b1001, 0b1, 0, 0, 0, 0b10])
+    assert store.table.exists(prefixes, 8, 0.0) == bytes([0b1001, 0, 0])
+    assert store.table.exists([], 8, 0.0) == b""
     assert store.table.statistics().pinned == 0
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("first", [NAMESPACE, OTHER, b"-" * 32])
+def test_exists_takes_namespaces_in_any_order_and_notes_their_use(store: Store, first: bytes, shards: int) -> None:
+    for namespace in (NAMESPACE, OTHER):
+        for shard in range(shards):
+            store.put(make_key(1, shard, namespace), length=1)
+    prefixes = [make_key(1, 0, first), make_key(2), make_key(1, 0, OTHER), make_key(1), make_key(1, 0, b"-" * 32)]
+    every = (1 << shards) - 1
+    expected = [0 if first == b"-" * 32 else every, 0, every, every, 0]
+    assert store.table.exists([prefix[:-2] for prefix in prefixes], shards, 5.0) == bytes(expected)
+    assert {row.namespace: row.last_used for row in store.table.namespaces()} == {NAMESPACE: 5.0, OTHER: 5.0}
 
 
 def test_a_lookup_counts_as_a_use() -> None:
@@ -215,14 +232,28 @@ def test_no_space_while_everything_is_in_use_and_nothing_is_evicted_in_vain() ->
     assert store.reserve(make_key(3), length=20)[0] is Status.OK
 
 
-def test_eviction_goes_on_until_a_hole_is_long_enough() -> None:
+def test_when_enough_is_free_in_holes_that_are_too_short_a_neighbour_goes_out_of_its_order() -> None:
     store = Store(size=100)
     for block in range(10):
         store.put(make_key(block))
     for block in range(0, 10, 2):  # the odd ones are the oldest: holes of 10 apart
         assert store.has(make_key(block))
     result = store.table.reserve(make_key(99), 20, 0, 0, 0, "me", 0.0)
-    assert (result.status, result.evicted) == (Status.OK, 6)
+    assert (result.status, result.evicted) == (Status.OK, 3)  # 1 and 3, then what stands behind one of the holes
+    assert store.table.statistics().counters.window_evictions == 1
+
+
+def test_a_neighbour_that_is_in_use_is_passed_by() -> None:
+    store = Store(size=100)
+    for block in range(10):
+        store.put(make_key(block))
+    for block in range(0, 10, 2):
+        assert store.has(make_key(block))
+    for block in (2, 4):  # they stand behind the first two holes
+        store.pin(make_key(block))
+    result = store.table.reserve(make_key(99), 20, 0, 0, 0, "me", 0.0)
+    assert result.status is Status.OK
+    assert store.has(make_key(2)) and store.has(make_key(4))
 
 
 def test_a_pin_that_splits_the_arena_ends_in_no_space_not_in_a_loop() -> None:
@@ -336,7 +367,7 @@ def test_a_reservation_of_an_older_epoch_ends_invisible_and_freed(store: Store) 
     newer = store.put(key)  # absent for the new epoch, so not PENDING
     assert not store.table.commit(key, old)
     assert store.arena.statistics().used == 10
-    assert store.table.pin(key, 10, LAYOUT).generation == newer
+    assert store.table.pin(key, 10, LAYOUT, 0.0).generation == newer
     assert store.table.statistics().counters.commits_hidden == 1
 
 
@@ -428,4 +459,221 @@ def test_namespaces_without_values_cost_nothing(store: Store) -> None:
         store.table.sweep(10)
         store.put(key)
         store.table.delete(key)
-    assert (len(store.table._spaces), len(store.table._stale)) == (0, 0)
+    assert (len(store.table._spaces), store.table._namespaces.num_stale()) == (0, 0)
+
+
+# Namespaces, gc, evict
+
+
+def test_namespaces_show_what_they_hold_and_their_last_use() -> None:
+    store = Store(size=1000, granule=16)
+    store.put(make_key(1))
+    store.put(make_key(2), length=20)
+    store.reserve(make_key(3), length=5, now=1.0)
+    store.table.reserve(make_key(1, namespace=OTHER), 7, 0, 0, LAYOUT, "me", 2.0)
+    assert store.table.namespaces() == [
+        NamespaceStatistics(NAMESPACE, 2, 64, 0, 1.0),
+        NamespaceStatistics(OTHER, 0, 16, 0, 2.0),
+    ]
+
+
+@pytest.mark.parametrize("use", ["pin", "exists", "reserve"])
+def test_every_use_of_a_namespace_counts_as_one(use: str) -> None:
+    store = Store()
+    store.put(make_key(1))
+    if use == "pin":
+        store.table.pin(make_key(1), 10, LAYOUT, 7.0)
+    elif use == "exists":
+        store.table.exists([make_key(9)[:-2]], 1, 7.0)
+    else:
+        store.table.reserve(make_key(2), 1, 0, 0, LAYOUT, "me", 7.0)
+    (shown,) = store.table.namespaces()
+    assert shown.last_used == 7.0
+
+
+def test_gc_drops_idle_namespaces_and_no_others() -> None:
+    """P097: a namespace whose engines are gone (another block size, another TP) does not stay for ever."""
+    store = Store()
+    for name, now in ((NAMESPACE, 0.0), (OTHER, 50.0)):
+        _, generation = store.reserve(make_key(1, namespace=name), now=now)
+        store.table.commit(make_key(1, namespace=name), generation)
+    assert store.table.gc(idle_s=100.0, now=99.0) == []
+    assert store.table.gc(idle_s=100.0, now=100.0) == [NamespaceStatistics(NAMESPACE, 1, 10, 0, 0.0)]
+    assert not store.has(make_key(1))
+    assert store.has(make_key(1, namespace=OTHER))
+    assert store.arena.statistics().used == 20  # O(1): the bytes go with the next allocation or sweep
+    assert store.table.sweep(10) == 1
+    assert store.arena.statistics().used == 10
+
+
+def test_an_older_epoch_is_collected_by_the_puts_of_the_new_one() -> None:
+    """P006: after the bump all old keys miss, and their bytes are what new values take first."""
+    store = Store(size=100)
+    for block in range(10):
+        store.put(make_key(block))
+    store.table.reset_namespace(NAMESPACE)
+    for block in range(10):
+        assert not store.has(make_key(block))
+        store.put(make_key(block))
+    counters = store.table.statistics().counters
+    assert (counters.reclaimed, counters.evictions, store.table.statistics().stale) == (10, 0, 0)
+
+
+def test_sweeping_a_large_stale_space_costs_the_same_for_each_entry() -> None:
+    """Emptied from its start, a dictionary is searched over the gap each time: quadratic, minutes for a million."""
+    store = Store(size=30_000)
+    for block in range(30_000):
+        store.put(make_key(block), length=1)
+    store.table.reset_namespace(NAMESPACE)
+    steps = Steps()
+    (space,) = store.table._namespaces._stale
+    space.entries = steps.watch(space.entries)
+    assert store.table.sweep(30_000) == 30_000
+    assert steps.full_walks == 0
+
+
+class Steps:
+    """Counts walks over a dictionary from its start."""
+
+    full_walks = 0
+
+    def watch(self, entries: dict[bytes, Any]) -> dict[bytes, Any]:
+        outer = self
+
+        class Watched(dict[bytes, Any]):
+            def __iter__(self) -> Any:
+                outer.full_walks += 1
+                return super().__iter__()
+
+            def values(self) -> Any:
+                outer.full_walks += 1
+                return super().values()
+
+        return Watched(entries)
+
+
+def test_evict_frees_what_was_asked_for_and_nothing_in_use() -> None:
+    store = Store(size=100)
+    for block in range(10):
+        store.put(make_key(block))
+    store.pin(make_key(0))
+    assert store.table.evict(25, 100) == (3, 30)
+    assert [store.has(make_key(block)) for block in range(5)] == [True, False, False, False, True]
+    assert store.table.evict(1000, 2) == (2, 20)
+    assert store.table.evict(1000, 100) == (4, 40)
+    assert store.table.evict(1000, 100) == (0, 0)
+    assert store.arena.statistics().used == 10
+
+
+def test_evict_takes_what_resets_left_first() -> None:
+    store = Store(size=100)
+    store.put(make_key(1, namespace=OTHER))
+    store.put(make_key(1))
+    store.table.reset_namespace(NAMESPACE)
+    assert store.table.evict(5, 100) == (1, 10)
+    assert store.has(make_key(1, namespace=OTHER))
+
+
+# Watermarks
+
+
+def test_above_the_high_watermark_each_put_frees_more_until_the_low_one_is_reached() -> None:
+    store = Store(size=10_000, high_watermark=0.9, low_watermark=0.5)
+    for block in range(900):
+        store.put(make_key(block))
+    assert store.arena.used == 9000
+    assert store.table.statistics().counters.evictions == 0
+    used = []
+    for block in range(900, 935):
+        store.put(make_key(block))
+        used.append(store.arena.used)
+    steps = [before - after for before, after in zip(used, used[1:], strict=False)]
+    fall = [step for step in steps if step > 0]
+    assert min(used) == 5000 + 10 - 10  # the low watermark, exactly
+    assert max(fall) == 10 * (EXTRA_EVICTIONS - 1)  # one put's worth of work is bounded
+    assert [step for step in steps if step < 0] == [-10] * (len(steps) - len(fall))  # hysteresis: it rests until 0.9
+
+
+def test_a_watermark_takes_nothing_that_is_in_use() -> None:
+    store = Store(size=100, high_watermark=0.5, low_watermark=0.1)
+    for block in range(5):
+        store.put(make_key(block))
+        store.pin(make_key(block))
+    assert store.reserve(make_key(9))[0] is Status.OK
+    assert all(store.has(make_key(block)) for block in range(5))
+
+
+def test_without_watermarks_the_arena_is_used_to_its_end() -> None:
+    store = Store(size=100)
+    for block in range(10):
+        store.put(make_key(block))
+    assert all(store.has(make_key(block)) for block in range(10))
+
+
+# Quota
+
+
+def quota_store(part: float, size: int = 100) -> Store:
+    return Store(size=size, policy=make_policy("lru", per_namespace=True), namespace_quota=part)
+
+
+def test_a_noisy_namespace_evicts_its_own_values_first() -> None:
+    """P089: one tenant that floods the store cannot push out the others."""
+    store = quota_store(0.5)
+    quiet = [make_key(block, namespace=OTHER) for block in range(5)]
+    for key in quiet:
+        store.put(key)
+    for block in range(200):
+        store.put(make_key(block))
+    assert all(store.has(key) for key in quiet)
+    assert [store.has(make_key(block)) for block in range(193, 200)] == [False, False] + [True] * 5
+    shown = {s.namespace: s.arena_bytes for s in store.table.namespaces()}
+    assert shown == {NAMESPACE: 50, OTHER: 50}
+
+
+def test_without_a_quota_it_does_push_them_out() -> None:
+    store = Store()
+    store.put(make_key(1, namespace=OTHER))
+    for block in range(200):
+        store.put(make_key(block))
+    assert not store.has(make_key(1, namespace=OTHER))
+
+
+def test_a_namespace_whose_values_are_all_in_use_is_refused_at_its_quota() -> None:
+    store = quota_store(0.3)
+    for block in range(3):
+        store.put(make_key(block))
+        store.pin(make_key(block))
+    assert store.reserve(make_key(9))[0] is Status.NO_SPACE
+    assert store.reserve(make_key(9, namespace=OTHER))[0] is Status.OK
+    counters = store.table.statistics().counters
+    assert (counters.refused_quota, counters.refused_no_space) == (1, 1)
+
+
+def test_a_value_larger_than_the_quota_is_too_large() -> None:
+    """P083: told at once, for no eviction could ever make room for it."""
+    store = quota_store(0.3)
+    assert store.reserve(make_key(1), length=31)[0] is Status.TOO_LARGE
+    assert store.reserve(make_key(1), length=30)[0] is Status.OK
+
+
+def test_reservations_count_against_the_quota() -> None:
+    store = quota_store(0.3)
+    for block in range(3):
+        assert store.reserve(make_key(block))[0] is Status.OK
+    assert store.reserve(make_key(3))[0] is Status.NO_SPACE
+
+
+def test_a_quota_needs_an_order_per_namespace() -> None:
+    with pytest.raises(LocalProtocolError, match="per namespace"):
+        Store(namespace_quota=0.5)
+
+
+def test_a_put_says_how_much_it_evicted() -> None:
+    """P083: evicted to fit, or too large; never rejected without a reason."""
+    store = Store(size=30)
+    for block in range(3):
+        store.put(make_key(block))
+    result = store.table.reserve(make_key(9), 25, 0, 0, LAYOUT, "me", 0.0)
+    assert (result.status, result.evicted) == (Status.OK, 3)
+    assert store.table.reserve(make_key(8), 31, 0, 0, LAYOUT, "me", 0.0) == (Status.TOO_LARGE, 0, 0, 0)

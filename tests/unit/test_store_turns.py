@@ -101,3 +101,58 @@ async def test_a_lane_handed_over_to_a_cancelled_waiter_goes_on_to_the_next() ->
             tasks.cancel_scope.cancel()  # ... which never gets to run
     assert done[-1] == "next"
     assert turns.statistics().idle == 1
+
+
+async def test_an_owner_that_holds_its_share_makes_no_other_wait() -> None:
+    turns = BulkTurns(4, BulkQueue(), lanes_per_owner=2)
+    done: list[str] = []
+    async with anyio.create_task_group() as tasks:
+        for _ in range(5):
+            tasks.start_soon(hold, turns, PUT, "dead", done)
+        await anyio.wait_all_tasks_blocked()
+        assert done == ["dead", "dead"]
+        async with turns.turn(turns.ticket(PUT, "alive"), 1.0) as granted:
+            assert granted
+        assert len(done) == 2, "the lane that came back is not for the one with its share"
+        tasks.cancel_scope.cancel()
+    assert turns.statistics().idle == 4
+
+
+async def test_a_turn_of_another_owner_goes_before_one_that_may_not() -> None:
+    turns = BulkTurns(1, BulkQueue(), lanes_per_owner=1)
+    done: list[str] = []
+    async with anyio.create_task_group() as tasks:
+        async with turns.turn(turns.ticket(GET, "a"), 1.0):
+            for owner in ("b", "a"):
+                tasks.start_soon(run_as, turns, GET, owner, done)
+                await anyio.wait_all_tasks_blocked()
+    assert done == ["b", "a"]
+
+
+async def test_puts_leave_lanes_to_gets() -> None:
+    turns = BulkTurns(8, BulkQueue())
+    done: list[str] = []
+    async with anyio.create_task_group() as tasks:
+        for number in range(20):
+            tasks.start_soon(hold, turns, PUT, f"put {number}", done)
+        await anyio.wait_all_tasks_blocked()
+        assert len(done) == 6
+        for number in range(4):
+            tasks.start_soon(hold, turns, GET, f"get {number}", done)
+        await anyio.wait_all_tasks_blocked()
+        assert done[6:] == ["get 0", "get 1"]
+        tasks.cancel_scope.cancel()
+    assert turns.statistics().idle == 8
+
+
+async def hold(turns: BulkTurns, kind: BulkKind, owner: str, done: list[str]) -> None:
+    """Take a lane and keep it."""
+    async with turns.turn(turns.ticket(kind, owner), 10.0) as granted:
+        assert granted
+        done.append(owner)
+        await anyio.sleep_forever()
+
+
+async def run_as(turns: BulkTurns, kind: BulkKind, owner: str, done: list[str]) -> None:
+    async with turns.turn(turns.ticket(kind, owner), 10.0):
+        done.append(owner)

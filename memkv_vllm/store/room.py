@@ -1,0 +1,228 @@
+"""Makes room: an extent for a value, by evicting what it takes, within watermarks and quotas. Pure.
+
+Order: what resets left, then (over its quota) the namespace's own values, then the policy's victims. A victim with a
+record on disk only loses its copy in the arena. Values in use are never taken.
+
+Victims stand anywhere, so the bytes that they free may be many small holes. Once as many as the value needs are free
+through it and there is still no hole for it, what stands beside one of the longest holes goes, whatever the order:
+without this, values of 8 MiB among ones of 64 KiB were seen to leave a fifth of the arena free and useless.
+
+What one allocation evicts is thus about twice its own bytes, and at most ``EXTRA_EVICTIONS`` values more: above the
+high watermark those go on with every allocation until the low one is reached, so that the room that later values need
+is mostly there, and no single one pays for all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from memkv_vllm.errors import LocalProtocolError
+from memkv_vllm.store.content import Content
+from memkv_vllm.store.entries import Entry, EntryState, TableLimits
+from memkv_vllm.store.policies import NamespacePolicies
+
+__all__ = ["EXTRA_EVICTIONS", "Room"]
+
+EXTRA_EVICTIONS = 16
+"""Some 50 us of the loop."""
+_WINDOW_HOLES = 8
+"""Holes that are looked at for one that can be made long enough."""
+_RECORD_SCAN = 16
+"""Entries looked at for one that is on disk alone, when the number of entries is what is short."""
+
+_COMPLETE, _ON_DISK = EntryState.COMPLETE, EntryState.ON_DISK
+
+
+class Room:
+    """Allocates in the arena of one table.
+
+    Args:
+        content: what is there.
+        limits: bounds.
+
+    Raises:
+        LocalProtocolError: a quota, and a policy that keeps no order per namespace.
+    """
+
+    def __init__(self, content: Content, limits: TableLimits) -> None:
+        size = content.allocator.size
+        self._content = content
+        self._limits = limits
+        self._high = int(size * limits.high_watermark)
+        self._low = int(size * limits.low_watermark)
+        self._quota = int(size * limits.namespace_quota)
+        self._own_order: NamespacePolicies | None = None
+        self._draining = False
+        self.evicted = 0
+        """Values that had to go for the last allocation, from the arena at least; not those for a watermark."""
+        if limits.namespace_quota < 1:
+            if not isinstance(content.policy, NamespacePolicies):
+                raise LocalProtocolError("a namespace quota needs a policy with an order per namespace")
+            self._own_order = content.policy
+
+    def __repr__(self) -> str:
+        return f"<Room{' above the watermark' if self._draining else ''} {self._content.allocator!r}>"
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest value that may ever fit."""
+        return min(self._limits.max_value_bytes, self._quota, self._content.allocator.size)
+
+    def allocate(self, length: int, namespace: bytes, new_entries: int) -> int | None:
+        """Takes an extent for a value of ``namespace``; :attr:`evicted` tells what it cost.
+
+        Args:
+            length: bytes.
+            namespace: 32 bytes.
+            new_entries: 1 if it is for an entry that is yet to be made, else 0.
+
+        Returns:
+            its offset in bytes; None when there is nothing left to evict for it.
+        """
+        content, arena = self._content, self._content.allocator
+        self.evicted = 0
+        if arena.rounded(length) > arena.size - content.in_use_bytes:
+            return None  # evicting everything would not help
+        if self._own_order is not None and not self._make_room_in_quota(length, namespace, self._own_order):
+            content.counters.refused_quota += 1
+            return None
+        while content.num_entries + new_entries > self._limits.max_entries:
+            if not (self.sweep(1) or self._drop_one()):
+                return None
+            self.evicted += 1
+        offset = arena.allocate(length)
+        if offset is None:
+            offset = self._make_room(length)
+        if self._draining or arena.used > self._high:
+            self._drain()
+        return offset
+
+    def sweep(self, max_entries: int) -> int:
+        """Reclaims up to ``max_entries`` entries of stale spaces; returns how many were looked at."""
+        content, seen = self._content, 0
+        while seen < max_entries and (entry := content.namespaces.stale_entry()) is not None:
+            content.reclaim(entry)
+            seen += 1
+        return seen
+
+    def evict(self, num_bytes: int, max_values: int) -> tuple[int, int]:
+        """Frees ``num_bytes`` of the arena, or as much as ``max_values`` values give; values and bytes freed."""
+        content, values = self._content, 0
+        before = content.allocator.used
+        target = max(0, before - num_bytes)
+        while content.allocator.used > target and values < max_values:
+            if not (self.sweep(1) or self._evict_one(content.policy.victims())):
+                break
+            values += 1
+        return values, before - content.allocator.used
+
+    def drop_oldest_record(self) -> bool:
+        """Drops the value that is on disk alone, of those written or fetched longest ago; False when there is none."""
+        records = self._content.records
+        for _ in range(min(_RECORD_SCAN, len(records))):
+            location, entry = next(iter(records.items()))
+            if entry.state is _ON_DISK:
+                self._count_eviction(entry)
+                self._content.remove(entry)
+                return True
+            records.move_to_end(location)
+        return False
+
+    # Inside
+
+    def _make_room_in_quota(self, length: int, namespace: bytes, order: NamespacePolicies) -> bool:
+        content = self._content
+        need = content.allocator.rounded(length)
+        # The space goes with its last entry, so it is looked up again after each.
+        while (space := content.namespaces.current.get(namespace)) is not None and (
+            space.arena_bytes + need > self._quota
+        ):
+            if not self._evict_one(order.victims_of(namespace)):
+                return False
+            self.evicted += 1
+        return True
+
+    def _make_room(self, length: int) -> int | None:
+        """Frees until there is a hole for a value, and takes it; None: there is nothing left to free."""
+        content, arena = self._content, self._content.allocator
+        before, need = arena.used, arena.rounded(length)
+        offset = None
+        while offset is None:
+            if self.sweep(1):
+                pass
+            elif before - arena.used >= need and (window := self._window(need)):
+                for entry in window:
+                    self._free_extent(entry)
+                content.counters.window_evictions += len(window)
+                self.evicted += len(window)
+            elif self._evict_one(content.policy.victims()):
+                self.evicted += 1
+            else:
+                return None
+            offset = arena.allocate(length)
+        return offset
+
+    def _window(self, need: int) -> list[Entry]:
+        """Entries that stand right behind one of the longest holes, so that without them ``need`` bytes are free there.
+
+        Empty: something that is in use, or the end of the arena, stands behind each of them.
+        """
+        content, arena = self._content, self._content.allocator
+        for offset, length in arena.longest_free(_WINDOW_HOLES):
+            found: list[Entry] = []
+            while length < need and (entry := content.extents.get(offset + length)) is not None:
+                if entry.state is not _COMPLETE or not entry.space.current:
+                    break
+                found.append(entry)
+                length += entry.extent_bytes
+                length += arena.free_length(offset + length)
+            if length >= need:
+                return found
+        return []
+
+    def _drain(self) -> None:
+        arena = self._content.allocator
+        self._draining = True
+        for _ in range(EXTRA_EVICTIONS):
+            if arena.used <= self._low:
+                self._draining = False
+                return
+            if not (self.sweep(1) or self._evict_one(self._content.policy.victims())):
+                return
+
+    def _evict_one(self, victims: Iterable[bytes]) -> bool:
+        """Frees the extent of the first victim that is not in use."""
+        content = self._content
+        for key in victims:
+            entry = content.namespaces.entry(key)
+            if entry is not None and entry.state is _COMPLETE:
+                self._free_extent(entry)
+                return True
+        return False
+
+    def _free_extent(self, entry: Entry) -> None:
+        """Takes an unused value out of the arena: altogether, unless it is on disk too."""
+        content = self._content
+        if entry.location is not None:
+            content.counters.demotions += 1
+            content.counters.demoted_bytes += entry.length
+            content.demote(entry)
+        else:
+            self._count_eviction(entry)
+            content.remove(entry)
+
+    def _drop_one(self) -> bool:
+        """Makes room for one more entry."""
+        if self.drop_oldest_record():
+            return True
+        for key in self._content.policy.victims():
+            entry = self._content.namespaces.entry(key)
+            if entry is not None and entry.state is _COMPLETE:
+                self._count_eviction(entry)
+                self._content.remove(entry)
+                return True
+        return False
+
+    def _count_eviction(self, entry: Entry) -> None:
+        self._content.counters.evictions += 1
+        self._content.counters.evicted_bytes += entry.length
