@@ -10,8 +10,10 @@
     |   |-- ConnectError          no connection could be made
     |   |-- ConnectionLost        it was there and ended; the requests in flight fail with this
     |   |-- RequestTimeout        a deadline passed; what was posted may still be moving
+    |   |-- NotSent               a deadline passed before a request could be sent; nothing moves
     |   |-- FenceTimeout          the peer is not yet provably done with our memory
     |   `-- AuthError             the key is not known or not the same on both sides
+    |       `-- LicenseError      the server asks for a license that is missing or not valid
     |-- ProtocolError
     |   |-- LocalProtocolError    we broke the rules (a bug here)
     |   |-- RemoteProtocolError   the peer did; it is cut after the first bad frame
@@ -41,8 +43,10 @@ __all__ = [
     "EnvironmentFault",
     "FenceTimeout",
     "GeometryError",
+    "LicenseError",
     "LocalProtocolError",
     "MemkvError",
+    "NotSent",
     "ProtocolError",
     "RemoteProtocolError",
     "RequestTimeout",
@@ -114,6 +118,15 @@ class RequestTimeout(TransportError):
     reason = LossReason.TIMEOUT
 
 
+class NotSent(TransportError):
+    """A request found no free place by its deadline and never left: no byte of it moves, and its server is busy.
+
+    It says nothing against the connection, whose other requests go on.
+    """
+
+    reason = LossReason.TIMEOUT
+
+
 class FenceTimeout(TransportError):
     """The peer is not yet provably done with our memory; the slots stay in quarantine."""
 
@@ -125,6 +138,10 @@ class AuthError(TransportError):
 
     retryable = False
     scope = Scope.SERVER
+
+
+class LicenseError(AuthError):
+    """The server asks for a license; none was presented, or one that is not valid there. Says which, and why."""
 
 
 class ProtocolError(MemkvError):
@@ -155,9 +172,16 @@ class VersionError(ProtocolError):
 
 
 class StoreError(MemkvError):
-    """The server refused a request as a whole (bad batch, limit, missing right)."""
+    """The server refused a request as a whole (bad batch, limit, missing right).
+
+    ``code`` is the wire's short word for why (``limit``, ``denied`` ...), empty where this side refused it.
+    """
 
     scope = Scope.CONNECTION
+
+    def __init__(self, message: str, code: str = "") -> None:
+        self.code = code
+        super().__init__(message)
 
 
 class EngineStopped(MemkvError):

@@ -103,7 +103,7 @@ class MemKVOffloadingSpec(compat.OffloadingSpec):
         )
         medium = self._medium()
         engine = TransferEngine(
-            cluster=self._cluster,
+            cluster=self._cluster.on_rail(facts.rank),
             plan=plan,
             mover=make_mover(layout),
             shard=facts.rank,

@@ -1,6 +1,7 @@
-"""When to stop asking a server that fails, and when to ask again. Pure: ``now`` is in seconds on any monotonic clock.
+"""When to stop asking a server that fails, when to ask again, and how often to speak of it.
 
-Both classes take their randomness from outside: ``rng`` returns a float in [0, 1), like ``random.Random().random``.
+Pure: ``now`` is in seconds on any monotonic clock, and randomness comes from outside: ``rng`` returns a float in
+[0, 1), like ``random.Random().random``.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import Enum
 
-__all__ = ["Backoff", "Breaker", "BreakerState"]
+__all__ = ["Allowance", "Backoff", "Breaker", "BreakerState"]
 
 _MAX_DOUBLINGS = 60
 
@@ -40,6 +41,34 @@ class Backoff:
     def reset(self) -> None:
         """Start again at the first delay."""
         self.attempts = 0
+
+
+class Allowance:
+    """How often something may be done: ``burst`` times at once, and once more every ``every_s`` seconds.
+
+    Raises:
+        ValueError: ``burst`` or ``every_s`` is not positive.
+    """
+
+    __slots__ = ("_burst", "_every_s", "_left", "_since")
+
+    def __init__(self, burst: int, every_s: float) -> None:
+        if burst < 1 or every_s <= 0:
+            raise ValueError(f"burst and every_s must be positive, got {burst} and {every_s}")
+        self._burst = burst
+        self._every_s = every_s
+        self._left = float(burst)
+        self._since: float | None = None
+
+    def take(self, now: float) -> bool:
+        """Whether it may be done now."""
+        earned = 0.0 if self._since is None else (now - self._since) / self._every_s
+        self._left = min(self._burst, self._left + max(0.0, earned))
+        self._since = now
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True
 
 
 class BreakerState(Enum):

@@ -6,52 +6,71 @@ Used by the engine (a rank's data path, with staging regions) and by the prober 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import anyio
 
-from memkv_vllm.config import ClientConfig, Mode
+from memkv_vllm.config import ClientConfig, Mode, ServerAddress
 from memkv_vllm.engine.inflight import Holder
 from memkv_vllm.engine.link import LinkSettings, ServerLink
 from memkv_vllm.engine.placement import Placement
+from memkv_vllm.engine.routes import routes_of
 from memkv_vllm.protocol.auth import Credentials
 from memkv_vllm.protocol.session import PeerKind
-from memkv_vllm.transports.base import ClientConnection, ClientTransport, Region
+from memkv_vllm.transports.base import ClientConnection, Region
+from memkv_vllm.transports.registry import Transports, client_transports
 from memkv_vllm.types import Deadline
-
-
-@dataclass(frozen=True)
-class ServerEndpoint:
-    """A server by name, and the address of the rail that this process uses."""
-
-    name: str
-    host: str
-    port: int
 
 
 @dataclass(frozen=True)
 class ClusterSettings:
     """How to reach the cluster; timeouts in seconds."""
 
-    servers: tuple[ServerEndpoint, ...]
+    servers: tuple[ServerAddress, ...]
     credentials: Credentials
     transport: str
+    """``auto``, or one by name: then no other is used, whatever happens."""
     connect_timeout_s: float
     op_timeout_s: float
+    num_connections: int = 4
+    """Connections per server of the tcp transport."""
+    tls: bool = False
+    """Of the tcp transport's control connections; the next two say what its certificates must be."""
+    tls_ca: Path | None = None
+    tls_server_name: str | None = None
+    rail: int = 0
+    """The rail that this process prefers, counted from 0 and taken modulo each server's number of rails."""
 
     @classmethod
     def from_config(cls, config: ClientConfig, mode: Mode) -> ClusterSettings:
         """From the client's configuration, for ``direct`` or ``tier``."""
         return cls(
-            servers=tuple(
-                ServerEndpoint(server.name, server.rails[0].host, server.rails[0].port) for server in config.servers
-            ),
-            credentials=Credentials(config.auth_key.get_secret_value(), config.auth_key_id),
+            servers=tuple(config.servers),
+            credentials=Credentials(config.auth_key.get_secret_value(), config.auth_key_id, config.license_text),
             transport=config.transport_for(mode).value,
             connect_timeout_s=config.connect_timeout_s,
             op_timeout_s=config.op_timeout_s,
+            num_connections=config.num_connections,
+            tls=config.tls,
+            tls_ca=config.tls_ca,
+            tls_server_name=config.tls_server_name,
         )
+
+    def on_rail(self, rail: int) -> ClusterSettings:
+        """The same for the process number ``rail`` of those that share out the rails (its rank)."""
+        return replace(self, rail=rail)
+
+    def transports(self) -> Transports:
+        """What the settings allow, made for one event loop.
+
+        Raises:
+            EnvironmentFault: the named transport cannot run on this host.
+        """
+        names = ("num_connections", "tls", "tls_ca", "tls_server_name")
+        return client_transports(self.transport, {"tcp": {name: getattr(self, name) for name in names}})
 
 
 class ClusterClient:
@@ -59,7 +78,7 @@ class ClusterClient:
 
     Args:
         settings: servers and timeouts.
-        transport: makes the connections.
+        transports: makes the connections.
         kind: what this client is for.
         greet, on_change, on_fenced: see :class:`memkv_vllm.engine.link.ServerLink`.
     """
@@ -67,7 +86,7 @@ class ClusterClient:
     def __init__(
         self,
         settings: ClusterSettings,
-        transport: ClientTransport,
+        transports: Transports,
         kind: PeerKind,
         *,
         greet: Callable[[ServerLink, ClientConnection], Awaitable[None]] | None = None,
@@ -75,16 +94,15 @@ class ClusterClient:
         on_fenced: Callable[[Holder], None] = lambda _: None,
     ) -> None:
         self._settings = settings
-        self._transport = transport
+        self._transports = transports
         self.regions: list[Region] = []
         """Registered on every connection; more through ``add_region`` once the client runs."""
         link_settings = LinkSettings(settings.credentials, kind, settings.connect_timeout_s, settings.op_timeout_s)
         self.links: dict[str, ServerLink] = {
             server.name: ServerLink(
                 server.name,
-                server.host,
-                server.port,
-                transport,
+                routes_of(server, transports.names, settings.rail),
+                transports,
                 link_settings,
                 regions=self.regions,
                 greet=greet,
@@ -123,9 +141,17 @@ class ClusterClient:
                     tasks.start_soon(link.run)
         finally:
             with anyio.CancelScope(shield=True), anyio.move_on_after(self._settings.connect_timeout_s):
-                await self._transport.aclose()
+                await self._transports.aclose()
 
     @property
     def num_ready(self) -> int:
         """Servers with a ready connection."""
         return sum(link.connected for link in self.links.values())
+
+    @property
+    def connects(self) -> Counter[str]:
+        """Connections that became ready so far, by the transport that was chosen."""
+        found: Counter[str] = Counter()
+        for link in self.links.values():
+            found.update(link.statistics().by_transport)
+        return found

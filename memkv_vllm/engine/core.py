@@ -29,7 +29,6 @@ from memkv_vllm.engine.slots import SlotKeeper
 from memkv_vllm.engine.staging import Slot
 from memkv_vllm.keys import store_key
 from memkv_vllm.protocol.session import PeerKind
-from memkv_vllm.transports.registry import client_transport
 from memkv_vllm.types import Direction, LossReason, VerifyMode
 
 logger = logging.getLogger("memkv.engine")
@@ -116,7 +115,7 @@ class EngineCore:
         self._start_margin_s = min(START_MARGIN * settings.wait_timeout_s, cluster.op_timeout_s / 2)
         self.client = ClusterClient(
             cluster,
-            client_transport(cluster.transport),
+            cluster.transports(),
             PeerKind.ENGINE,
             on_change=self.wake,
             on_fenced=self._fenced,

@@ -28,7 +28,7 @@ from memkv_vllm.engine.link import ServerLink
 from memkv_vllm.engine.schedule import BlockTask
 from memkv_vllm.engine.staging import Slot
 from memkv_vllm.engine.verify import should_verify, verify
-from memkv_vllm.errors import LocalProtocolError, MemkvError, StoreError
+from memkv_vllm.errors import LocalProtocolError, MemkvError, NotSent, StoreError
 from memkv_vllm.protocol.checksum import ChecksumAlgorithm, digest
 from memkv_vllm.protocol.messages import BadValue, Get, GetItem, GetResult, Put, PutItem, ReportBad, Request
 from memkv_vllm.types import Deadline, Direction, Extent, LossReason, Status
@@ -299,11 +299,13 @@ class Lane:
         core.counts["posted"] += 1
         try:
             reply = await link.request(request, deadline, names_memory=True, gave_up=gave_up)
-        except (StoreError, LocalProtocolError) as error:
+        except (StoreError, LocalProtocolError, NotSent) as error:
+            # No byte moves, now or later. A request that was not sent was neither refused nor answered.
+            reason = error.reason if isinstance(error, NotSent) else LossReason.REFUSED
             logger.warning("event=refused server=%s values=%d reason=%r", link.name, len(part.tasks), str(error))
             core.slots.inflight.settled(holder, part.slots)
             core.slots.release(part.slots)
-            self._lose_all(part.tasks, LossReason.REFUSED)
+            self._lose_all(part.tasks, reason)
             return None
         except MemkvError as error:
             core.slots.abandon(holder)

@@ -1,12 +1,17 @@
 """One server as a client sees it: connected in the background, given up at once when it does not answer.
 
-A link goes round: connect -> register the staging regions -> greet -> ready -> (the connection ends) -> wait
--> connect. While it is not ready, or its breaker is open, requests fail at once without touching the network.
+A link goes round: connect over the best way that works (``routes``) -> greet -> register the staging regions -> ready
+-> (the connection ends) -> wait -> connect. While it is not ready, or its breaker is open, requests fail at once
+without touching the network.
 
-Every connection has a *generation*. When one ends with requests in flight, or a request's deadline passes,
-the connection is *condemned*: nothing more is sent on it, and a task of its own fences it, for as long as it
-takes, and then reports the generation as fenced. Only then may the slots that it could write be reused.
-Reconnecting does not wait for that.
+While a connection over a second choice is in use, better ways are tried beside it from time to time. The first one
+that is ready takes over: requests go there from then on, and the old connection ends when those under way on it have
+been answered. So nothing is lost by going back to a repaired rail, or from tcp to verbs.
+
+Every connection has a *generation*. When one ends with requests in flight, or a request's deadline passes, or the
+server shows no sign of life, the connection is *condemned*: nothing more is sent on it, and a task of its own fences
+it, for as long as it takes, and then reports the generation as fenced. Only then may the slots that it could write be
+reused. Reconnecting does not wait for that.
 
 A generation is reported as fenced only after every request on it has returned to its caller, so a caller that
 puts its slots into quarantine in the same breath always does it before. Generations are fenced in any order.
@@ -14,38 +19,42 @@ puts its slots into quarantine in the same breath always does it before. Generat
 
 from __future__ import annotations
 
-import logging
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import anyio
 from anyio.abc import TaskGroup
 
 from memkv_vllm.engine.breaker import Backoff, Breaker, BreakerState
+from memkv_vllm.engine.generation import Generation
 from memkv_vllm.engine.inflight import Holder
+from memkv_vllm.engine.linklog import LinkLog
+from memkv_vllm.engine.routes import Route, Routes
 from memkv_vllm.errors import (
     ConnectError,
     ConnectionLost,
     FenceTimeout,
     MemkvError,
+    NotSent,
     RemoteProtocolError,
     RequestTimeout,
     StoreError,
 )
 from memkv_vllm.protocol.auth import Credentials
-from memkv_vllm.protocol.messages import Request
+from memkv_vllm.protocol.messages import Ping, Request
 from memkv_vllm.protocol.session import PeerKind
-from memkv_vllm.transports.base import ClientConnection, ClientTransport, Region
+from memkv_vllm.transports.base import ClientConnection, Region
+from memkv_vllm.transports.registry import Transports
 from memkv_vllm.types import Deadline
 
 R = TypeVar("R")
-logger = logging.getLogger("memkv.engine")
 
 RECONNECT_FIRST_S = 0.05
 RECONNECT_MAX_S = 2.0
-"""A server that comes back is used again within about this time; an attempt costs one connect."""
+"""A server that comes back is used again within about this time; an attempt costs one connect per way."""
 
 FENCE_TRY_S = 5.0
 """One attempt to fence; a condemned connection is tried again and again until it is fenced."""
@@ -64,64 +73,42 @@ class LinkSettings(NamedTuple):
 
 
 class LinkStatistics(NamedTuple):
-    """Counters of one link; they never decrease."""
+    """What one link has done. Counters never decrease."""
 
     ready: bool
     generation: int
     connects: int
     connect_failures: int
     fences: int
-
-
-class _Generation:
-    """One connection, from its set-up until it is fenced."""
-
-    def __init__(self, connection: ClientConnection, holder: Holder) -> None:
-        self.connection = connection
-        self.holder = holder
-        self.registered: set[int] = set()
-        self.owes = False
-        """A request that names memory ended without the server's word that its bytes are done."""
-        self._under_way = 0
-        self._quiet = anyio.Event()
-
-    def begin(self) -> None:
-        """A request leaves."""
-        self._under_way += 1
-
-    def end(self) -> None:
-        """It returns to its caller, who goes on at once."""
-        self._under_way -= 1
-        if not self._under_way:
-            self._quiet.set()
-            self._quiet = anyio.Event()
-
-    async def quiet(self) -> None:
-        """Return when no request is under way."""
-        while self._under_way:
-            await self._quiet.wait()
+    moves: int
+    """Connections that took over from one that still worked, because their way is better."""
+    silences: int
+    """Connections given up because the server showed no sign of life."""
+    by_transport: Mapping[str, int]
+    """``connects`` by what was chosen."""
+    route: Route | None
+    """The way of the ready connection."""
 
 
 class ServerLink:
-    """Keeps one server connected. All methods belong to the owner's event loop.
+    """Keeps one server connected. Belongs to the owner's event loop.
 
     Args:
         name: the server's name (placement hashes it).
-        host, port: the address of the rail in use.
-        transport: makes the connections.
+        routes: the ways to it, best first.
+        transports: makes the connections.
         settings: credentials, timeouts.
         regions: the staging regions to register on every connection; the list is the owner's and may grow.
         greet: awaited on every new connection before it counts as ready.
-        on_change: called when the link became ready or stopped being so.
+        on_change: called when the link became ready or stopped being so, or moved.
         on_fenced: called with a holder that can touch nothing any more.
     """
 
     def __init__(
         self,
         name: str,
-        host: str,
-        port: int,
-        transport: ClientTransport,
+        routes: Sequence[Route],
+        transports: Transports,
         settings: LinkSettings,
         *,
         regions: list[Region],
@@ -130,9 +117,8 @@ class ServerLink:
         on_fenced: Callable[[Holder], None],
     ) -> None:
         self.name = name
-        self.address = f"{host}:{port}"
-        self._host, self._port = host, port
-        self._transport = transport
+        self._routes = Routes(routes, random.random)
+        self._transports = transports
         self._settings = settings
         self._regions = regions
         self._greet = greet
@@ -140,22 +126,23 @@ class ServerLink:
         self._on_fenced = on_fenced
         self._breaker = Breaker(random.random)
         self._backoff = Backoff(RECONNECT_FIRST_S, RECONNECT_MAX_S, random.random)
-        self._ready: _Generation | None = None
-        self._unfenced: dict[Holder, _Generation] = {}
+        self._log = LinkLog(name, routes)
+        self._ready: Generation | None = None
+        self._down = anyio.Event()
+        self._unfenced: dict[Holder, Generation] = {}
         self._tasks: TaskGroup | None = None
         self._generation = 0
-        self._connects = self._connect_failures = self._fences = 0
-        self._last_problem = ""
-        self._ended: MemkvError = ConnectionLost("not connected yet")
+        self._counts: Counter[str] = Counter()
+        self._by_transport: Counter[str] = Counter()
 
     def __repr__(self) -> str:
-        state = "ready" if self._ready is not None else "down"
+        state = "down" if self._ready is None else f"ready over {self._ready.route}"
         return f"<ServerLink {self.name} {state} generation={self._generation}>"
 
     @property
     def holder(self) -> Holder:
-        """The current connection as a slot holder."""
-        return Holder(self.name, self._generation)
+        """The connection that a request would go over, as a slot holder; else the latest one."""
+        return Holder(self.name, self._generation) if self._ready is None else self._ready.holder
 
     @property
     def connected(self) -> bool:
@@ -173,7 +160,18 @@ class ServerLink:
 
     def statistics(self) -> LinkStatistics:
         """A snapshot."""
-        return LinkStatistics(self.connected, self._generation, self._connects, self._connect_failures, self._fences)
+        counts, ready = self._counts, self._ready
+        return LinkStatistics(
+            ready=ready is not None,
+            generation=self._generation,
+            connects=counts["connects"],
+            connect_failures=counts["connect_failures"],
+            fences=counts["fences"],
+            moves=counts["moves"],
+            silences=counts["silences"],
+            by_transport=dict(self._by_transport),
+            route=None if ready is None else ready.route,
+        )
 
     # -- requests
 
@@ -197,20 +195,24 @@ class ServerLink:
 
         Raises:
             ConnectError: not connected; nothing was sent.
+            NotSent: too many requests are on their way; nothing was sent.
             RequestTimeout, ConnectionLost, RemoteProtocolError: bytes may still move under :attr:`holder` as it was
                 before the call; it will be reported as fenced, after this call has returned.
             StoreError, LocalProtocolError: refused as a whole; no byte moves.
         """
         ready = self._ready
         if ready is None:
-            raise ConnectError(f"server {self.name} ({self.address}) is not connected: {self._last_problem}")
+            raise ConnectError(f"server {self.name} is not connected: {self._log.last_problem or 'not tried yet'}")
         ready.begin()
         try:
             reply = await ready.connection.request(request, deadline)
-        except (RequestTimeout, ConnectionLost, RemoteProtocolError) as error:
-            self._failed(ready, error, names_memory)
+            ready.heard()
+        except (RequestTimeout, NotSent, ConnectionLost, RemoteProtocolError) as error:
+            # What was not sent moves nothing; only several in a row, with no answer in between, open the breaker.
+            self._failed(ready, error, names_memory and not isinstance(error, NotSent))
             raise
         except StoreError:
+            ready.heard()
             self._breaker.succeeded(time.monotonic())
             raise
         finally:
@@ -221,13 +223,13 @@ class ServerLink:
             self._breaker.succeeded(time.monotonic())
         return reply
 
-    def _failed(self, ready: _Generation, error: MemkvError, names_memory: bool) -> None:
-        if self._ready is ready:
+    def _failed(self, generation: Generation, error: MemkvError, names_memory: bool) -> None:
+        if self._ready is generation:
             # However many requests end with a connection, it is one failure of the server.
             self._breaker.failed(time.monotonic())
-        ready.owes |= names_memory
-        if names_memory or not ready.connection.alive or self._breaker.state is BreakerState.OPEN:
-            self._condemn(ready, error)
+        generation.owes |= names_memory
+        if names_memory or not generation.connection.alive or self._breaker.state is BreakerState.OPEN:
+            self._condemn(generation, error)
 
     async def register(self, region: Region) -> None:
         """Register a further region on the ready connection, which is condemned if that fails."""
@@ -246,137 +248,198 @@ class ServerLink:
         async with anyio.create_task_group() as tasks:
             self._tasks = tasks
             while True:
-                connection = await self._connect()
-                if connection is not None:
-                    await self._serve(connection)
+                if await self._connect():
+                    await self._keep()
                 await anyio.sleep(self._backoff.next_delay())
 
-    async def _connect(self) -> ClientConnection | None:
-        settings = self._settings
+    async def _connect(self) -> bool:
+        """Try every way once, within one connect timeout in all; whether one is ready."""
         if len(self._unfenced) >= MAX_UNFENCED:
-            self._problem(FenceTimeout(f"{MAX_UNFENCED} of its connections are not fenced; no other is made before"))
-            return None
-        deadline = self._deadline(settings.connect_timeout_s)
-        try:
-            return await self._transport.connect(self._host, self._port, settings.credentials, settings.kind, deadline)
-        except MemkvError as error:
-            self._connect_failures += 1
-            self._problem(error)
-            return None
+            self._log.down(FenceTimeout(f"{MAX_UNFENCED} of its connections are not fenced; no other is made before"))
+            return False
+        end = time.monotonic() + self._settings.connect_timeout_s
+        order = self._routes.order(time.monotonic())
+        failures: dict[Route, MemkvError] = {}
+        for index, route in enumerate(order):
+            now = time.monotonic()
+            # What one leaves over, because it was refused at once, the others have.
+            share_s = max(0.0, end - now) / (len(order) - index)
+            if (error := await self._try(route, Deadline(now + share_s))) is None:
+                better = self._routes.above(route)
+                self._log.second_choice(route, [error for way, error in failures.items() if way in better])
+                return True
+            failures[route] = error
+        self._log.down(*failures.values())
+        return False
 
-    async def _serve(self, connection: ClientConnection) -> None:
-        """Drive one connection from its set-up to its end."""
+    async def _keep(self) -> None:
+        """Return when no connection is ready any more; meanwhile look for a better way."""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._improve)
+            while self._ready is not None:
+                await self._down.wait()
+            tasks.cancel_scope.cancel()
+
+    async def _improve(self) -> None:
+        """Try ways that are better than the one in use whenever they have rested, until the best is in use."""
+        while (ready := self._ready) is not None:
+            due = self._routes.next_probe(ready.route)
+            if due is None:
+                return
+            await anyio.sleep(max(0.0, due - time.monotonic()))
+            for route in self._routes.better(ready.route, time.monotonic()):
+                if len(self._unfenced) >= MAX_UNFENCED:
+                    self._routes.failed(route, time.monotonic())
+                    continue
+                if await self._try(route, _deadline(self._settings.connect_timeout_s)) is None:
+                    break
+
+    async def _try(self, route: Route, deadline: Deadline) -> MemkvError | None:
+        """Connect over ``route`` and make that the ready connection; else say why not, and let the way rest."""
+        settings = self._settings
+        try:
+            transport = self._transports.get(route.transport)
+            connection = await transport.connect(route.host, route.port, settings.credentials, settings.kind, deadline)
+        except MemkvError as error:
+            self._counts["connect_failures"] += 1
+            self._routes.failed(route, time.monotonic())
+            return error
+        assert self._tasks is not None
         self._generation += 1
-        generation = _Generation(connection, self.holder)
+        generation = Generation(connection, Holder(self.name, self._generation), route)
         self._unfenced[generation.holder] = generation
-        self._ended = ConnectionLost(f"server {self.name} ({self.address}) closed the connection")
+        self._tasks.start_soon(self._live, generation)
+        try:
+            await generation.settled.wait()
+        except BaseException:
+            generation.retire(ConnectionLost("given up during its set-up"))
+            raise
+        if generation is self._ready:
+            return None
+        self._routes.failed(route, time.monotonic())
+        return generation.reason
+
+    # -- one connection
+
+    async def _live(self, generation: Generation) -> None:
+        """The whole life of a connection after its handshake."""
         try:
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._drive, connection, tasks)
-                if await self._set_up(generation):
-                    logger.info("event=connected server=%s generation=%d address=%s", *generation.holder, self.address)
-                    self._ready = generation
-                    self._on_change()
-                    await anyio.sleep_forever()
+                tasks.start_soon(generation.read)
+                tasks.start_soon(self._use, generation)
+                await generation.retired.wait()
                 tasks.cancel_scope.cancel()
         finally:
             self._drop(generation)
+            generation.retire(generation.reason)
             with anyio.CancelScope(shield=True), anyio.move_on_after(FENCE_TRY_S):
-                await connection.aclose()
-        self._problem(self._ended)
-        if self._tasks is not None:
-            self._tasks.start_soon(self._fence, generation)
+                await generation.connection.aclose()
+        await self._fence(generation)
 
-    async def _drive(self, connection: ClientConnection, tasks: TaskGroup) -> None:
-        """The connection's reader; its end is the end of the connection's task group."""
+    async def _use(self, generation: Generation) -> None:
+        """Set it up, then watch over it until it shows no sign of life."""
         try:
-            await connection.run()
+            await self._set_up(generation)
         except MemkvError as error:
-            self._ended = error
-        tasks.cancel_scope.cancel()
-
-    async def _set_up(self, generation: _Generation) -> bool:
-        """Greet and register the regions; False when that failed, with the reason in ``_ended``."""
-        try:
-            if self._greet is not None:
-                await self._greet(self, generation.connection)
-            # Regions may be added meanwhile: ready means that the server has them all.
-            while missing := [region for region in self._regions if region.id not in generation.registered]:
-                await self._register(generation, missing[0])
-        except MemkvError as error:
-            self._ended = error
-            return False
-        self._connects += 1
-        self._backoff.reset()
-        self._last_problem = ""
-        return True
-
-    async def _register(self, generation: _Generation, region: Region) -> None:
-        generation.registered.add(region.id)
-        await generation.connection.register(region, self._deadline(self._settings.connect_timeout_s))
-
-    def _drop(self, generation: _Generation) -> None:
+            generation.retire(error)
+            return
+        # Nothing is awaited between the last region's registration and this.
+        self._adopt(generation)
+        silence = await generation.watch()
+        self._counts["silences"] += isinstance(silence, RequestTimeout)
         if self._ready is generation:
-            self._ready = None
-            self._on_change()
+            self._breaker.failed(time.monotonic())
+        self._condemn(generation, silence)
 
-    def _condemn(self, generation: _Generation, error: MemkvError) -> None:
-        """Stop using a connection; closing it ends its round, which fences it."""
+    async def _set_up(self, generation: Generation) -> None:
+        await self._refuse_a_stranger(generation)
+        if self._greet is not None:
+            await self._greet(self, generation.connection)
+        # Regions may be added meanwhile: ready means that the server has them all.
+        while missing := [region for region in self._regions if region.id not in generation.registered]:
+            await self._register(generation, missing[0])
+
+    async def _refuse_a_stranger(self, generation: Generation) -> None:
+        """Two rails of one entry must lead to one server, or its blocks would be looked for on another.
+
+        Raises:
+            RemoteProtocolError: another server answers here than over the connection in use, which lives.
+        """
+        ready = self._ready
+        if ready is None:
+            return
+        used, found = ready.connection.established.server, generation.connection.established.server
+        if used.server_id == found.server_id:
+            return
+        try:
+            await ready.connection.request(Ping(), _deadline(self._settings.connect_timeout_s))
+        except MemkvError:
+            return  # the one in use is gone: this is what came after it
+        error = RemoteProtocolError(
+            "server_id",
+            f"{generation.route} leads to server {found.server_id.hex()}, {ready.route} to {used.server_id.hex()}: "
+            f"list only addresses of one server under {self.name!r}",
+        )
+        self._log.rails_differ(error)
+        raise error
+
+    async def _register(self, generation: Generation, region: Region) -> None:
+        generation.registered.add(region.id)
+        await generation.connection.register(region, _deadline(self._settings.connect_timeout_s))
+
+    def _adopt(self, generation: Generation) -> None:
+        """From now on requests go over ``generation``; one that was ready before ends when it is quiet."""
+        if generation.retired.is_set():
+            return
+        old, self._ready = self._ready, generation
+        route = generation.route
+        self._routes.worked(route)
+        self._counts["connects"] += 1
+        self._by_transport[route.transport] += 1
+        self._log.connected(generation.holder, route)
+        if old is None:
+            self._down = anyio.Event()
+        elif self._tasks is not None:
+            self._counts["moves"] += 1
+            self._log.moved(old.route, route)
+            self._tasks.start_soon(self._drain, old)
+        self._on_change()
+        generation.settled.set()
+
+    async def _drain(self, generation: Generation) -> None:
+        """Every request has a deadline; this one is for a caller that gave it a longer one than the settings do."""
+        with anyio.move_on_after(self._settings.op_timeout_s):
+            await generation.quiet()
+        generation.retire(ConnectionLost("a better way to the server took over"))
+
+    def _drop(self, generation: Generation) -> None:
         if self._ready is not generation:
             return
-        self._ended = error
+        self._ready = None
+        if generation.useful:
+            # A server that is connected to and is gone before it answered anything is not come back to at once.
+            self._backoff.reset()
+        if generation.retired.is_set():  # else this process is ending, which is nobody's problem
+            self._log.down(generation.reason)
+        self._down.set()
+        self._on_change()
+
+    def _condemn(self, generation: Generation, error: MemkvError) -> None:
+        """Stop using a connection; its task closes and fences it."""
+        if isinstance(error, RequestTimeout):
+            self._routes.failed(generation.route, time.monotonic())
+        generation.retire(error)
         self._drop(generation)
-        if self._tasks is not None:
-            self._tasks.start_soon(self._close, generation.connection)
 
-    @staticmethod
-    async def _close(connection: ClientConnection) -> None:
-        with anyio.move_on_after(FENCE_TRY_S):
-            await connection.aclose()
-
-    async def _fence(self, generation: _Generation) -> None:
-        """Fence for as long as it takes where a slot waits for it: quarantine is cheaper than a wrong byte."""
+    async def _fence(self, generation: Generation) -> None:
+        """Report a connection that ended as fenced, after its requests have returned."""
         backoff = Backoff(RECONNECT_FIRST_S, RECONNECT_MAX_S, random.random)
-        while (problem := await self._try_fence(generation)) is not None:
-            await generation.quiet()
-            if not generation.owes:
-                # Every request was answered: no slot waits for the proof, and nobody else needs it.
-                break
-            if not backoff.attempts:
-                logger.warning(
-                    "event=fence_pending server=%s generation=%d reason=%r: its staging slots stay in quarantine until "
-                    "the server answers or its process has ended",
-                    *generation.holder,
-                    str(problem),
-                )
-            await anyio.sleep(backoff.next_delay())
-        await generation.quiet()
+        proven = await generation.fence(FENCE_TRY_S, backoff, self._log.fence_pending)
         del self._unfenced[generation.holder]
-        if problem is None:
-            self._fences += 1
+        if proven:
+            self._counts["fences"] += 1
             self._on_fenced(generation.holder)
 
-    async def _try_fence(self, generation: _Generation) -> MemkvError | None:
-        try:
-            await generation.connection.fence(self._deadline(FENCE_TRY_S))
-        except MemkvError as error:
-            return error
-        return None
 
-    def _problem(self, error: MemkvError) -> None:
-        """One line per new problem, not one per attempt."""
-        text = str(error)
-        if text == self._last_problem:
-            return
-        self._last_problem = text
-        logger.warning(
-            "event=server_down server=%s address=%s reason=%r: its share of lookups and loads misses until it is "
-            "back; reconnecting in the background",
-            self.name,
-            self.address,
-            text,
-        )
-
-    @staticmethod
-    def _deadline(timeout_s: float) -> Deadline:
-        return Deadline(time.monotonic() + timeout_s)
+def _deadline(timeout_s: float) -> Deadline:
+    return Deadline(time.monotonic() + timeout_s)

@@ -107,6 +107,7 @@ class PresenceCache:
         self._answers: Counter[Verdict] = Counter()
         self._misses: Counter[MissReason] = Counter()
         self._evicted = 0
+        self._forgotten_at = -math.inf
 
     def lookup(self, prefix: bytes, now: float, asked_since: float = math.inf) -> Verdict:
         """Answer one lookup, in constant time and without I/O.
@@ -127,7 +128,7 @@ class PresenceCache:
             entry = self._admit(prefix, now)
         else:
             self._entries.move_to_end(prefix)
-            if now >= entry.until and not entry.serves(now, asked_since):
+            if self._is_forgotten(entry) or (now >= entry.until and not entry.serves(now, asked_since)):
                 self._expire(prefix, entry, now)
         self._answers[entry.verdict] += 1
         if entry.verdict is Verdict.MISS:
@@ -137,7 +138,9 @@ class PresenceCache:
     def known(self, prefix: bytes, now: float) -> bool:
         """Whether a hit for ``prefix`` is trusted at ``now``; queues no probe and counts nothing."""
         entry = self._entries.get(prefix)
-        return entry is not None and entry.verdict is Verdict.HIT and now < entry.until
+        if entry is None or entry.verdict is not Verdict.HIT or self._is_forgotten(entry):
+            return False
+        return now < entry.until
 
     def take_probes(self) -> list[bytes]:
         """Prefixes to ask the servers for, in order of lookup; each is given out once per question."""
@@ -189,6 +192,16 @@ class PresenceCache:
         entry = self._entries.get(prefix)
         if entry is not None and entry.verdict is Verdict.HIT:
             self._forget(prefix)
+
+    def forget_hits(self, now: float) -> None:
+        """Trust no hit that was answered until ``now``: a server went away, and what it held may be gone.
+
+        In constant time: each is asked for again when it is looked up. Misses and questions under way stay.
+        """
+        self._forgotten_at = now
+
+    def _is_forgotten(self, entry: _Entry) -> bool:
+        return entry.verdict is Verdict.HIT and entry.since <= self._forgotten_at
 
     def count_miss(self, reason: MissReason) -> None:
         """Count a miss that the caller answered by itself (``RETRIED``)."""

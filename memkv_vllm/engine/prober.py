@@ -11,22 +11,21 @@ import logging
 import queue
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import anyio
 from anyio.abc import TaskGroup
 
-from memkv_vllm.config import RailAddress
 from memkv_vllm.engine.client import ClusterClient, ClusterSettings
 from memkv_vllm.engine.link import ServerLink
+from memkv_vllm.engine.placement import Placement
 from memkv_vllm.engine.portal import LoopThread
-from memkv_vllm.errors import EngineStopped, MemkvError, RequestTimeout, StoreError
+from memkv_vllm.errors import EngineStopped, MemkvError, NotSent, RequestTimeout, StoreError
 from memkv_vllm.keys import NamespaceManifest, impossible_sharing
 from memkv_vllm.protocol.messages import Admin, Exists, Manifest, ManifestEntry
 from memkv_vllm.protocol.session import PeerKind
 from memkv_vllm.transports.base import ClientConnection
-from memkv_vllm.transports.registry import client_transport
 from memkv_vllm.types import Deadline, MissReason
 
 logger = logging.getLogger("memkv.engine")
@@ -58,6 +57,10 @@ class ProberStatistics(NamedTuple):
     """Namespaces found that were meant to share with ours and cannot."""
     duplicate_servers: int
     """Entries of ``servers`` found to reach a server that another entry reaches already."""
+    servers_lost: int
+    """Times that a server went away, or was found to be another run."""
+    connects: Mapping[str, int]
+    """Connections that became ready, by the transport that was chosen."""
 
 
 class Prober:
@@ -91,6 +94,12 @@ class Prober:
         self._counts: Counter[str] = Counter()
         self._warned: set[bytes] = set()
         self._greeted: dict[str, bytes] = {}
+        self._boots: dict[str, bytes] = {}
+        self._placement = Placement(server.name for server in cluster.servers)
+        self._down = frozenset(server.name for server in cluster.servers)
+        """Servers without a connection; replaced by the loop, read by the caller."""
+        self._counts_of_caller: Counter[str] = Counter()
+        """What the caller's thread counts: a counter has one writer."""
         self._server_ids: dict[str, bytes] = {}
 
     def start(self) -> None:
@@ -98,9 +107,19 @@ class Prober:
         self._thread.start()
 
     def submit(self, prefixes: Sequence[bytes]) -> None:
-        """Ask for these blocks; never waits. Every prefix gets exactly one answer."""
+        """Ask for these blocks; never waits. Every prefix gets exactly one answer.
+
+        Those of a server that is down are answered here and now: on a busy host the way to the loop and back alone
+        may take milliseconds, and its answer is known.
+        """
+        if down := self._down:
+            owned = [(prefix, self._placement.owner(prefix) in down) for prefix in prefixes]
+            lost = [prefix for prefix, is_lost in owned if is_lost]
+            self._counts_of_caller["probes"] += len(lost)
+            self._answer_unreachable(lost, self._counts_of_caller)
+            prefixes = [prefix for prefix, is_lost in owned if not is_lost]
         if prefixes and not self._thread.post(self._probe_all, list(prefixes)):
-            self._unreachable(prefixes)
+            self._answer_unreachable(prefixes, self._counts_of_caller)
 
     def poll(self) -> list[ProbeAnswer]:
         """Answers that arrived since the last call; O(1) when there are none."""
@@ -108,6 +127,14 @@ class Prober:
         while not self._answers.empty():
             answers.append(self._answers.get_nowait())
         return answers
+
+    @property
+    def servers_lost(self) -> int:
+        """How often a server went away, or was found to be another run: what it was known to hold may be gone.
+
+        Another run is counted before its first answer. Never decreases; any thread may read it.
+        """
+        return self._counts["servers_lost"]
 
     def reset_namespace(self, namespace: bytes, timeout_s: float) -> list[str]:
         """Have every server drop a namespace; returns the names of those that did not confirm in time."""
@@ -122,11 +149,13 @@ class Prober:
         return ProberStatistics(
             servers_ready=client.num_ready if client is not None else 0,
             servers=len(self._cluster.servers),
-            probes=self._counts["probes"],
+            probes=self._counts["probes"] + self._counts_of_caller["probes"],
             batches=self._counts["batches"],
-            unreachable=self._counts["unreachable"],
+            unreachable=self._counts["unreachable"] + self._counts_of_caller["unreachable"],
             namespace_mismatches=self._counts["namespace_mismatches"],
             duplicate_servers=self._counts["duplicate_servers"],
+            servers_lost=self._counts["servers_lost"],
+            connects=client.connects if client is not None else {},
         )
 
     def close(self) -> None:
@@ -137,14 +166,21 @@ class Prober:
     # -- on the loop
 
     async def _main(self, _: LoopThread) -> None:
-        transport = client_transport(self._cluster.transport)
-        self._client = ClusterClient(self._cluster, transport, PeerKind.MANAGER, greet=self._greet)
+        self._client = ClusterClient(
+            self._cluster, self._cluster.transports(), PeerKind.MANAGER, greet=self._greet, on_change=self._changed
+        )
         async with anyio.create_task_group() as tasks:
             self._tasks = tasks
             try:
                 await self._client.run()
             finally:
                 self._tasks = None
+
+    def _changed(self) -> None:
+        assert self._client is not None
+        down = frozenset(name for name, link in self._client.links.items() if not link.connected)
+        self._counts["servers_lost"] += len(down - self._down)
+        self._down = down
 
     def _probe_all(self, prefixes: list[bytes]) -> None:
         if self._client is None or self._tasks is None:
@@ -172,14 +208,19 @@ class Prober:
             answered = True
         except MemkvError as error:
             logger.debug("event=probe_failed server=%s blocks=%d reason=%r", link.name, len(batch), str(error))
-            if isinstance(error, RequestTimeout):
+            if isinstance(error, RequestTimeout | NotSent):
                 reason = MissReason.TIMEOUT
         finally:
             if not answered:
                 self._unreachable(batch, reason)
 
     def _unreachable(self, prefixes: Sequence[bytes], reason: MissReason = MissReason.BREAKER) -> None:
-        self._counts["unreachable"] += len(prefixes)
+        self._answer_unreachable(prefixes, self._counts, reason)
+
+    def _answer_unreachable(
+        self, prefixes: Sequence[bytes], counts: Counter[str], reason: MissReason = MissReason.BREAKER
+    ) -> None:
+        counts["unreachable"] += len(prefixes)
         for prefix in prefixes:
             self._answers.put(ProbeAnswer(prefix, None, reason))
 
@@ -206,6 +247,9 @@ class Prober:
         """Once per run of a server: put our manifest into its directory and look at the siblings."""
         self._look_for_duplicates(link, connection.established.server.server_id)
         boot_id = connection.established.server.boot_id
+        if self._boots.setdefault(link.name, boot_id) != boot_id:
+            self._boots[link.name] = boot_id
+            self._counts["servers_lost"] += 1
         if self._greeted.get(link.name) == boot_id:
             return
         ours = self._namespace
@@ -235,7 +279,7 @@ class Prober:
             return
         self._counts["duplicate_servers"] += 1
         # JSON is yaml, and quotes what needs quotes.
-        rails = [str(RailAddress(server.host, server.port)) for server in same]
+        rails = list(dict.fromkeys(str(rail) for server in same for rail in server.rails))
         logger.error(
             "event=duplicate_server entries=%s server_id=%s: these entries of servers are one server, which so gets "
             "a double share of the blocks; write it as one entry with rails, the same on every client: {name: %s, "

@@ -82,6 +82,11 @@ class ProberLike(Protocol):
         """Answers since the last call."""
         ...
 
+    @property
+    def servers_lost(self) -> int:
+        """How often a server went away or came back as another run."""
+        ...
+
     def reset_namespace(self, namespace: bytes, timeout_s: float) -> list[str]:
         """Drop a namespace everywhere; names of the servers that did not confirm."""
         ...
@@ -149,6 +154,7 @@ class MemKVOffloadingManager(compat.OffloadingManager):
         self._prober = prober
         self._settings = settings or PresenceSettings()
         self._clock = clock
+        self._servers_lost = 0
         self._presence = self._new_presence()
         self._guard = RequestGuard()
         self._asked_since: dict[str, float] = {}
@@ -199,11 +205,16 @@ class MemKVOffloadingManager(compat.OffloadingManager):
         self._doubted.discard(req_id)
 
     def _take_answers(self, now: float) -> None:
+        # Read before the answers: those of the time before a loss are then all taken, and forgotten with the rest.
+        servers_lost = self._prober.servers_lost
         for answer in self._prober.poll():
             if answer.present is None:
                 self._presence.unreachable((answer.prefix,), now, answer.reason or MissReason.BREAKER)
             else:
                 self._presence.answer(answer.prefix, answer.present, now, answer.reason or MissReason.ABSENT)
+        if servers_lost != self._servers_lost:
+            self._servers_lost = servers_lost
+            self._presence.forget_hits(now)
 
     def _prefix(self, key: bytes) -> bytes:
         block_hash, group = compat.split_offload_key(key)
@@ -427,6 +438,9 @@ class MemKVOffloadingManager(compat.OffloadingManager):
         self._metrics.observe_total("probes_unreachable", stats.unreachable)
         self._metrics.observe_total("namespace_mismatches", stats.namespace_mismatches)
         self._metrics.observe_total("duplicate_servers", stats.duplicate_servers)
+        self._metrics.observe_total("servers_lost", stats.servers_lost)
+        for transport, connects in stats.connects.items():
+            self._metrics.observe_total("connects", connects, transport)
         self._metrics.set("servers", stats.servers)
         self._metrics.set("servers_ready", stats.servers_ready)
 

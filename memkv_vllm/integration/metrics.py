@@ -53,6 +53,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("probes_unreachable", "counter", "Probes that no server answered."),
     Metric("namespace_mismatches", "counter", "Other namespaces found that were meant to share with ours and cannot."),
     Metric("duplicate_servers", "counter", "Entries of the settings that turned out to be one server."),
+    Metric("servers_lost", "counter", "Times that a server went away or came back as another run."),
+    Metric("connects", "counter", "Connections made to servers, by the transport that was chosen.", "transport"),
     Metric("reset_failures", "counter", "Servers that did not confirm a cache reset."),
     Metric("manager_errors", "counter", "Errors inside memkv's manager, each answered as a miss."),
     Metric("servers", "gauge", "Servers configured."),

@@ -14,7 +14,7 @@ import pytest
 from memkv_vllm.keys import store_key
 from memkv_vllm.protocol.frame import MessageType
 from memkv_vllm.protocol.messages import Get, GetResult
-from memkv_vllm.transports.faults import Action, BitFlip, Fail, LateWrite, NoReply, Operation, Short
+from memkv_vllm.transports.faults import Action, BitFlip, Fail, LateWrite, Operation, Short
 from memkv_vllm.types import LossReason, Status, VerifyMode
 from tests.support.fake_mover import ArrayMover
 from tests.support.ranks import (
@@ -219,7 +219,7 @@ def damaged_loads(one: Rank, cluster: Cluster, count: int) -> int:
     """Load one damaged value ``count`` times; how often was it refused?"""
     one.ready().stored([3])
     # Reports would hide it.
-    cluster.only.faults.add(Operation.REQUEST, NoReply(), type=MessageType.REPORT_BAD)
+    cluster.only.faults.add(Operation.REQUEST, Fail(), type=MessageType.REPORT_BAD)
     flip(cluster, one.computed[3].tobytes(), 5, 5)
     return sum(one.loaded([3]).lost == {LossReason.CHECKSUM: 1} for _ in range(count))
 

@@ -9,11 +9,14 @@ import json
 import logging
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from memkv_vllm.config import RailAddress, ServerAddress
 from memkv_vllm.engine.api import BlockRef
+from memkv_vllm.errors import ConnectionLost
 from memkv_vllm.keys import NamespaceManifest
 from memkv_vllm.protocol.frame import MessageType
 from memkv_vllm.transports.faults import Delay, Fail, NoReply, Operation
@@ -276,9 +279,29 @@ def test_two_entries_that_reach_one_server(cluster: Cluster, caplog: pytest.LogC
         line = warnings_of(caplog, "duplicate_server")[-1]
         assert "entries=one,two,three" in line
         rail = f'"127.0.0.1:{port}"'
-        assert f'{{name: "one", rails: [{rail}, {rail}, {rail}]}}' in line
+        assert f'{{name: "one", rails: [{rail}]}}' in line
         assert {record.levelname for record in caplog.records if "duplicate_server" in record.getMessage()} == {"ERROR"}
         assert {answer.present for answer in seen.ask(range(20)).values()} == {False}, "the service goes on"
+
+
+def test_a_second_entry_that_reaches_a_server_by_another_rail(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The grouped form lists every rail of both; a server that comes back is said again only under a new identity."""
+    port, dead = cluster.only.port, RailAddress("127.0.0.1", 1)
+    alive = RailAddress("127.0.0.1", port)
+    settings = cluster_settings(cluster.key, {"one": port})
+    settings = replace(settings, servers=(*settings.servers, ServerAddress("two", (dead, alive))))
+    with lookups(settings) as seen:
+        seen.ready(2)
+        assert seen.prober.statistics().duplicate_servers == 1
+        (line,) = warnings_of(caplog, "duplicate_server")
+        assert f'{{name: "one", rails: ["127.0.0.1:{port}", "127.0.0.1:1"]}}' in line
+        for link in seen.prober._client.links.values():  # type: ignore[union-attr]
+            assert link._ready is not None
+            seen.prober._thread.post(link._ready.retire, ConnectionLost("cut"))
+        eventually(lambda: sum(seen.prober.statistics().connects.values()) == 4, "both are connected again")
+        assert seen.ready(2).prober.statistics().duplicate_servers == 1
 
 
 def test_different_servers_are_no_duplicates(three: Cluster, caplog: pytest.LogCaptureFixture) -> None:

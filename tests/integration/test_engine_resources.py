@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from memkv_vllm.engine import generation
 from memkv_vllm.engine.client import ClusterSettings
 from memkv_vllm.protocol.frame import MessageType
 from memkv_vllm.transports.faults import NoReply, Operation
@@ -34,6 +35,14 @@ def wake_ups(thread_name: str) -> int:
     return int(line.split()[1])
 
 
+@pytest.fixture
+def _no_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody asks a server whether it lives: that is one timer in seconds, which these tests must not meet."""
+    monkeypatch.setattr(generation, "QUIET_S", 600.0)
+    monkeypatch.setattr(generation, "IDLE_S", 600.0)
+
+
+@pytest.mark.usefixtures("_no_signs_of_life")
 def test_an_idle_engine_sleeps(cluster: Cluster) -> None:
     """After work, and with a server connected, no timer and no poll wakes the loop."""
     with rank(cluster.settings()) as one, lookups(cluster.settings()) as seen:
@@ -49,6 +58,7 @@ def test_an_idle_engine_sleeps(cluster: Cluster) -> None:
         assert [late - early for early, late in zip(before, after, strict=True)] == [0, 0]
 
 
+@pytest.mark.usefixtures("_no_signs_of_life")
 def test_an_engine_that_waits_for_a_server_sleeps(cluster: Cluster) -> None:
     """Open jobs, with their deadlines far away, wake nobody."""
     with rank(cluster.settings(op_timeout_s=600), wait_timeout_s=600) as one:

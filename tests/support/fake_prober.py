@@ -33,6 +33,7 @@ class FakeProber:
     unconfirmed: list[str] = field(default_factory=list)
     batches: list[list[bytes]] = field(default_factory=list)
     resets: list[bytes] = field(default_factory=list)
+    servers_lost: int = 0
     closed: bool = False
     broken: set[str] = field(default_factory=set)
     counts: dict[str, int] = field(default_factory=dict)
@@ -81,7 +82,8 @@ class FakeProber:
             "namespace_mismatches",
             "duplicate_servers",
         )
-        return SimpleNamespace(**{**dict.fromkeys(names, 0), **self.counts})
+        lost = {"servers_lost": self.servers_lost, "connects": {}}
+        return SimpleNamespace(**{**dict.fromkeys(names, 0), **lost, **self.counts})
 
     def close(self) -> None:
         """Remember it."""

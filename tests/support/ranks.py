@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from memkv_vllm.config import RailAddress, ServerAddress
 from memkv_vllm.engine.api import BlockRef, EngineStatistics, JobResult
-from memkv_vllm.engine.client import ClusterSettings, ServerEndpoint
+from memkv_vllm.engine.client import ClusterSettings
 from memkv_vllm.engine.core import EngineSettings
 from memkv_vllm.engine.engine import TransferEngine
 from memkv_vllm.engine.placement import Placement
@@ -151,8 +152,8 @@ def cluster_settings(
     key: bytes, ports: dict[str, int], connect_timeout_s: float = 5.0, op_timeout_s: float = 10.0
 ) -> ClusterSettings:
     """Settings for servers on this machine."""
-    endpoints = tuple(ServerEndpoint(name, "127.0.0.1", port) for name, port in ports.items())
-    return ClusterSettings(endpoints, Credentials(key), "loopback", connect_timeout_s, op_timeout_s)
+    servers = tuple(ServerAddress(name, (RailAddress("127.0.0.1", port),)) for name, port in ports.items())
+    return ClusterSettings(servers, Credentials(key), "loopback", connect_timeout_s, op_timeout_s)
 
 
 @dataclass

@@ -6,9 +6,10 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
+from anyio import sleep_forever
 from anyio.lowlevel import checkpoint
 
-from memkv_vllm.errors import RemoteProtocolError, StoreError
+from memkv_vllm.errors import LicenseError, RemoteProtocolError, StoreError
 from memkv_vllm.protocol.frame import MessageType
 from memkv_vllm.protocol.messages import Get, GetResult, Put
 from memkv_vllm.protocol.session import Limits, ServerIdentity
@@ -46,12 +47,24 @@ class ScriptedHandler:
         self.busy = False
         self.refuse: str | None = None
         self.on_request: Callable[[MessageType], Awaitable[None]] | None = None
+        self.at_once: Callable[[MessageType, memoryview], bytes | None] | None = None
         self.running = 0
         self.max_running = 0
         self.statuses: list[Status] = []
 
+    asks_license = False
+
     def find_key(self, key_id: str) -> bytes | None:
         return self.keys.get(key_id)
+
+    def unproven(self, key_id: str) -> None:
+        pass
+
+    def licensed(self, peer: ServerPeer, token: str) -> None:
+        raise LicenseError("no license is asked for here")
+
+    async def watch(self, peer: ServerPeer) -> None:
+        await sleep_forever()
 
     def admit(self) -> bool:
         if self.busy:
@@ -75,6 +88,10 @@ class ScriptedHandler:
         await checkpoint()
         self.counts["closed"] += 1
         del self.peers[peer.established.session]
+
+    def answer(self, peer: ServerPeer, type: int, body: memoryview) -> bytes | None:
+        """Everything has a task of its own here, unless a test says otherwise."""
+        return None if self.at_once is None else self.at_once(MessageType(type), body)
 
     async def handle(self, peer: ServerPeer, type: int, body: memoryview) -> bytes:
         self.running += 1

@@ -23,7 +23,7 @@ from memkv_vllm.engine.client import ClusterSettings
 from memkv_vllm.errors import ConnectError, ConnectionLost, FenceTimeout, RequestTimeout
 from memkv_vllm.protocol.auth import Credentials
 from memkv_vllm.protocol.checksum import ChecksumAlgorithm, digest
-from memkv_vllm.protocol.messages import Get, GetResult, Put, Request
+from memkv_vllm.protocol.messages import Get, GetResult, Ping, Put, Request
 from memkv_vllm.protocol.session import Established, Limits, PeerKind, ServerIdentity
 from memkv_vllm.transports.base import Capabilities, Region
 from memkv_vllm.types import Deadline, Extent, SessionId, Status
@@ -79,6 +79,12 @@ class Script:
     on_put: Hook | None = None
     on_request: Hook | None = None
     accepts: Gate = field(default_factory=Gate)
+    accepts_verbs: Gate = field(default_factory=Gate)
+    """The same for :class:`ScriptedVerbs`."""
+    lives: Gate = field(default_factory=Gate)
+    """Shut: no PING is answered. Requests are the hooks' business."""
+    pings: int = 0
+    server_id: bytes = b"s" * 16
     registers: Gate = field(default_factory=Gate)
     fences: dict[int, Gate] = field(default_factory=dict)
     """By number of the connection, from 1; those without a gate are fenced at once."""
@@ -119,8 +125,9 @@ def scripted(
 class ScriptedConnection:
     """See ``memkv_vllm.transports.base.ClientConnection``."""
 
-    def __init__(self, script: Script, number: int) -> None:
-        identity = ServerIdentity(b"s" * 16, b"b" * 16, script.limits)
+    def __init__(self, script: Script, number: int, transport: str = "scripted") -> None:
+        identity = ServerIdentity(script.server_id, b"b" * 16, script.limits)
+        self.transport = transport
         self.established = Established(SessionId(os.urandom(16)), identity, "default", PeerKind.ENGINE, 1)
         self.script = script
         self.number = number
@@ -194,6 +201,9 @@ class ScriptedConnection:
 
     async def _answer(self, request: Request[Any]) -> Any:
         script = self.script
+        if isinstance(request, Ping):
+            script.pings += 1
+            return await script.lives.passed()
         if isinstance(request, Get):
             script.named += [(self.number, item.extent) for item in request.items]
         hook = script.on_get if isinstance(request, Get) else script.on_put if isinstance(request, Put) else None
@@ -238,10 +248,25 @@ class ScriptedTransport:
     ) -> ScriptedConnection:
         script = _SCRIPTS[port]
         await anyio.lowlevel.checkpoint()
-        if not script.accepts.is_open:
-            raise ConnectError("no server there")
-        script.connections.append(ScriptedConnection(script, len(script.connections) + 1))
+        if not (script.accepts_verbs if self.name == "verbs" else script.accepts).is_open:
+            raise ConnectError(f"no server there over {self.name}")
+        script.connections.append(ScriptedConnection(script, len(script.connections) + 1, self.name))
         return script.connections[-1]
 
     async def aclose(self) -> None:
         await anyio.lowlevel.checkpoint()
+
+
+class ScriptedTcp(ScriptedTransport):
+    """What a test puts in the place of ``tcp``."""
+
+    name: ClassVar[str] = "tcp"
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+
+
+class ScriptedVerbs(ScriptedTransport):
+    """Another way to the same scripts, in the place of ``verbs``."""
+
+    name: ClassVar[str] = "verbs"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 
-from memkv_vllm.engine.breaker import Backoff, Breaker, BreakerState
+from memkv_vllm.engine.breaker import Allowance, Backoff, Breaker, BreakerState
 
 
 def full() -> float:
@@ -89,7 +90,37 @@ def test_two_clients_do_not_come_back_at_once() -> None:
     assert [first.next_delay() for _ in range(4)] != [second.next_delay() for _ in range(4)]
 
 
+def test_no_herd_of_clients() -> None:
+    """300 clients that lost a server in one moment come back spread out, at every attempt."""
+    clients = [Backoff(0.05, 2.0, random.Random(seed).random) for seed in range(300)]
+    for attempt in range(8):
+        full_s = min(2.0, 0.05 * 2**attempt)
+        delays = [client.next_delay() for client in clients]
+        tenths = Counter(int(10 * delay / full_s) for delay in delays)
+        # Uniform over the upper half, so 60 of 300 in each of its tenths; 6 standard deviations are 42.
+        assert max(tenths.values()) < 60 + 42, f"attempt {attempt}: {tenths}"
+
+
+def test_an_allowance_is_a_burst_and_then_one_in_a_while() -> None:
+    lines = Allowance(3, 10.0)
+    assert [lines.take(100.0) for _ in range(5)] == [True, True, True, False, False]
+    assert not lines.take(109.9)
+    assert lines.take(110.0)
+    assert not lines.take(119.0)
+    assert [lines.take(1000.0) for _ in range(4)] == [True, True, True, False], "never more than the burst at once"
+    assert not lines.take(900.0), "a clock that goes back earns nothing"
+
+
+def test_a_flood_is_bounded_by_time() -> None:
+    lines = Allowance(8, 10.0)
+    said = sum(lines.take(number / 1000) for number in range(100_000))
+    assert said == 8 + 9, "100 s at 1000 a second"
+
+
 def test_bad_limits() -> None:
+    for burst, every_s in ((0, 1.0), (1, 0.0)):
+        with pytest.raises(ValueError, match="positive"):
+            Allowance(burst, every_s)
     with pytest.raises(ValueError, match="first_s"):
         Backoff(2, 1, full)
     with pytest.raises(ValueError, match="failures_to_open"):

@@ -4,200 +4,31 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from typing import Any
 
 import anyio
 import pytest
 
 from memkv_vllm.engine import link as link_module
 from memkv_vllm.engine.inflight import Holder
-from memkv_vllm.engine.link import LinkSettings, ServerLink
 from memkv_vllm.errors import (
     AuthError,
     ConnectError,
     ConnectionLost,
-    FenceTimeout,
     LocalProtocolError,
     MemkvError,
+    NotSent,
     RemoteProtocolError,
     RequestTimeout,
     StoreError,
 )
-from memkv_vllm.protocol.auth import Credentials
-from memkv_vllm.protocol.messages import Ping
-from memkv_vllm.protocol.session import Established, Limits, PeerKind, ServerIdentity
-from memkv_vllm.transports.base import Capabilities, Region
-from memkv_vllm.types import Deadline, MemoryKind, SessionId
+from tests.support.link_world import hurry, region, running, until
 
 pytestmark = pytest.mark.anyio
-
-Step = Callable[[], Awaitable[Any]]
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reconnects and fences are tried again after a millisecond."""
-    monkeypatch.setattr(link_module, "RECONNECT_FIRST_S", 0.001)
-    monkeypatch.setattr(link_module, "RECONNECT_MAX_S", 0.002)
-
-
-class FakeConnection:
-    """``replies`` are taken in order: a value, an exception, or a coroutine function that makes one of them."""
-
-    def __init__(self, world: World) -> None:
-        self.world = world
-        self.number = len(world.connections) + 1
-        self.established = Established(
-            SessionId(bytes(16)), ServerIdentity(b"s" * 16, b"b" * 16, Limits(1, 77, 1, 1)), "", PeerKind.ENGINE, 1
-        )
-        self.ended = anyio.Event()
-        self.failure: MemkvError | None = None
-        self.registered: list[int] = []
-        self.replies: list[Any] = []
-        self.fence_tries = 0
-
-    @property
-    def alive(self) -> bool:
-        return not self.ended.is_set()
-
-    async def run(self) -> None:
-        await self.ended.wait()
-        if self.failure is not None:
-            raise self.failure
-
-    async def register(self, region: Region, deadline: Deadline) -> None:
-        self.registered.append(region.id)
-        await self.world.on_register()
-
-    async def request(self, request: Any, deadline: Deadline) -> Any:
-        await anyio.lowlevel.checkpoint()
-        reply = self.replies.pop(0) if self.replies else None
-        if callable(reply):
-            reply = await reply()
-        if isinstance(reply, Exception):
-            raise reply
-        return reply
-
-    async def fence(self, deadline: Deadline) -> None:
-        self.fence_tries += 1
-        self.ended.set()
-        await anyio.lowlevel.checkpoint()
-        if self.number in self.world.unfenced:
-            raise FenceTimeout("not yet")
-
-    async def aclose(self) -> None:
-        self.ended.set()
-        await anyio.lowlevel.checkpoint()
-
-    def cut(self, error: MemkvError | None = None) -> None:
-        """The server ends it."""
-        self.failure = error or ConnectionLost("cut")
-        self.ended.set()
-
-
-async def at_once() -> None:
-    """What registering and greeting do unless told otherwise."""
-    await anyio.lowlevel.checkpoint()
-
-
-@dataclass
-class World:
-    """A fake transport, the link over it, and what the link told."""
-
-    regions: list[Region] = field(default_factory=list)
-    refusals: list[MemkvError] = field(default_factory=list)
-    """Errors of the next connects."""
-    unfenced: set[int] = field(default_factory=set)
-    """Connections whose fence times out."""
-    connections: list[FakeConnection] = field(default_factory=list)
-    fenced: list[Holder] = field(default_factory=list)
-    changes: int = 0
-    on_register: Step = at_once
-    on_greet: Step = at_once
-    connects: int = 0
-    name: str = "fake"
-    capabilities: Capabilities = Capabilities(True, False, True)
-
-    def __post_init__(self) -> None:
-        settings = LinkSettings(Credentials(bytes(32)), PeerKind.ENGINE, 5.0, 5.0)
-        self.link = ServerLink(
-            "a",
-            "127.0.0.1",
-            1,
-            self,
-            settings,
-            regions=self.regions,
-            greet=self._greet,
-            on_change=self._changed,
-            on_fenced=self.fenced.append,
-        )
-
-    async def connect(
-        self, host: str, port: int, credentials: Credentials, kind: PeerKind, deadline: Deadline
-    ) -> FakeConnection:
-        await anyio.lowlevel.checkpoint()
-        self.connects += 1
-        if self.refusals:
-            raise self.refusals.pop(0)
-        self.connections.append(FakeConnection(self))
-        return self.connections[-1]
-
-    async def aclose(self) -> None:
-        await anyio.lowlevel.checkpoint()
-
-    async def _greet(self, link: ServerLink, connection: Any) -> None:
-        await self.on_greet()
-
-    def _changed(self) -> None:
-        self.changes += 1
-
-    @property
-    def now(self) -> FakeConnection:
-        """The latest connection."""
-        return self.connections[-1]
-
-    async def ready(self, number: int = 1) -> FakeConnection:
-        """Wait until connection ``number`` is ready."""
-        await until(lambda: self.link.connected and len(self.connections) >= number)
-        return self.now
-
-    async def ask(self, *, names_memory: bool = True, gave_up: Callable[[Any], int] = lambda _: 0) -> Any:
-        """A request."""
-        return await self.link.request(Ping(), soon(), names_memory=names_memory, gave_up=gave_up)
-
-
-def soon() -> Deadline:
-    return Deadline(time.monotonic() + 5)
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    """Wait for ``condition``."""
-    with anyio.fail_after(5):
-        while not condition():  # noqa: ASYNC110 - the point of a test is to look from outside
-            await anyio.sleep(0.001)
-
-
-@asynccontextmanager
-async def running(**options: Any) -> AsyncIterator[World]:
-    """A world whose link runs."""
-    world = World(**options)
-    failure: Exception | None = None
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(world.link.run)
-        try:
-            yield world
-        except Exception as error:
-            failure = error  # raised outside, so that no task group wraps it
-        tasks.cancel_scope.cancel()
-    if failure is not None:
-        raise failure
-
-
-def region(number: int) -> Region:
-    return Region(number, MemoryKind.HOST, 4096)
+    hurry(monkeypatch)
 
 
 # ------------------------------------------------------------------------------------------------ connecting
@@ -219,7 +50,7 @@ async def test_a_request_without_a_connection_says_why() -> None:
     async with running(refusals=[AuthError("wrong key")] * 10_000) as world:
         await until(lambda: world.connects > 3)
         assert not world.link.connected and not world.link.available(time.monotonic())
-        with pytest.raises(ConnectError, match=r"server a \(127.0.0.1:1\) .* wrong key"):
+        with pytest.raises(ConnectError, match=r"server a is not connected: wrong key"):
             await world.ask()
 
 
@@ -264,6 +95,19 @@ async def test_a_connection_that_ends_during_its_set_up() -> None:
     async with running(on_greet=never) as world:
         await world.ready(2)
         assert world.link.holder.generation == 2
+
+
+async def test_a_connection_that_was_given_up_as_its_set_up_ended_is_not_used() -> None:
+    async def give_up() -> None:
+        if world.now.number == 1:
+            (generation,) = world.link._unfenced.values()
+            generation.retire(ConnectionLost("given up"))
+
+    async with running(regions=[region(0)], on_register=give_up) as world:
+        await world.ready(2)
+        assert world.link.holder.generation == 2
+        assert world.changes == 1, "it was never ready before"
+        assert world.link.statistics().connects == 1
 
 
 async def test_it_comes_back_under_a_new_generation() -> None:
@@ -575,3 +419,33 @@ async def test_connections_that_wait_for_their_fence_are_bounded(caplog: pytest.
         world.unfenced.remove(3)
         await world.ready(most + 1)
         assert world.fenced == [Holder("a", 3)]
+
+
+async def test_a_request_that_was_not_sent_costs_nothing() -> None:
+    """Every place was taken until its deadline: the server is busy, its connection and its slots are fine."""
+    async with running() as world:
+        connection = await world.ready()
+        for _ in range(5):
+            connection.replies = [NotSent("no place"), NotSent("no place"), "pong"]
+            for _ in range(2):
+                with pytest.raises(NotSent):
+                    await world.ask()
+            await world.ask()
+        assert world.link.available(time.monotonic()) and connection.alive
+        connection.cut()
+        await until(lambda: connection.fence_tries)
+        await world.ready(2)
+        assert world.link.statistics().fences <= 1
+
+
+async def test_a_server_that_keeps_every_place_for_ever_is_given_up() -> None:
+    """It answers nothing, so no place is ever free again: three in a row without an answer open the breaker."""
+    async with running() as world:
+        connection = await world.ready()
+        connection.replies = [NotSent("no place")] * 3
+        for _ in range(3):
+            with pytest.raises(NotSent):
+                await world.ask()
+        await world.ready(2)
+        assert not connection.alive
+        assert not world.link.available(time.monotonic())

@@ -126,6 +126,31 @@ def test_drop_hit_asks_again(cache: PresenceCache) -> None:
     assert cache.take_probes() == [b"a"]
 
 
+def test_forgotten_hits_are_asked_for_again(cache: PresenceCache) -> None:
+    """P084: a server went away, or another took its place. Only what was trusted before is forgotten, misses stay."""
+    for prefix, present in ((b"hit", True), (b"miss", False)):
+        cache.lookup(prefix, 0)
+        cache.answer(prefix, present, 1)
+    cache.lookup(b"asked", 1)
+    cache.take_probes()
+    cache.forget_hits(2)
+    assert not cache.known(b"hit", 3), "it would not be stored again"
+    assert (cache.lookup(b"hit", 3), cache.lookup(b"miss", 3), cache.lookup(b"asked", 1.5)) == (PENDING, MISS, PENDING)
+    assert cache.take_probes() == [b"hit"]
+    for prefix in (b"hit", b"asked"):
+        cache.answer(prefix, True, 4)
+        assert cache.lookup(prefix, 5) is HIT
+        assert cache.known(prefix, 5)
+
+
+def test_a_forgotten_hit_serves_no_waiting_request(cache: PresenceCache) -> None:
+    """The longer trust for a request that waits for its other blocks ends with it too."""
+    cache.lookup(b"a", 0, asked_since=0)
+    cache.answer(b"a", True, 1)
+    cache.forget_hits(2)
+    assert cache.lookup(b"a", 3, asked_since=0) is PENDING
+
+
 def test_bounded_least_recently_looked_up_goes_first(cache: PresenceCache) -> None:
     for key in (b"a", b"b", b"c", b"d"):
         cache.lookup(key, 0)
