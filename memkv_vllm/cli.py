@@ -10,22 +10,23 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import secrets
-import signal
 import sys
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from memkv_vllm import __version__
+from memkv_vllm.cli_admin import admin
 from memkv_vllm.errors import ConfigError, EnvironmentFault, MemkvError
+from memkv_vllm.observe import LineFormatter
 
 if TYPE_CHECKING:
-    from memkv_vllm.config import ServerConfig
+    from memkv_vllm.config import RailAddress, ServerConfig
+    from memkv_vllm.store.server import StoreServer
+    from memkv_vllm.transports.base import ServerTransport
 
 DEV_ADDRESS = "127.0.0.1:9900"
 KEY_BYTES = 32
@@ -69,6 +70,7 @@ def main() -> None:
 @click.option("--config", type=click.Path(path_type=Path), metavar="FILE", help="The server's yaml.")
 @click.option("--dev", is_flag=True, help="An in-memory store on this machine only, with a key of its own.")
 @click.option("--address", metavar="HOST:PORT", help=f"Where --dev listens (default {DEV_ADDRESS}; port 0: any).")
+@click.option("--admin-address", metavar="HOST:PORT", help="Where --dev serves admin HTTP (default: the next port).")
 @click.option("--max-size", metavar="SIZE", help="Memory that --dev may use, such as 512MiB.")
 @click.option(
     "--key-file", type=click.Path(path_type=Path), metavar="FILE", help="Where --dev keeps its key; made if missing."
@@ -85,6 +87,7 @@ def start(
     config: Path | None,
     dev: bool,
     address: str | None,
+    admin_address: str | None,
     max_size: str | None,
     key_file: Path | None,
     license_path: Path | None,
@@ -93,59 +96,75 @@ def start(
     """Run the server until SIGTERM or Ctrl-C."""
     if dev == (config is not None):
         raise click.UsageError("say either --config FILE or --dev")
-    if not dev and (address or max_size or key_file):
-        raise click.UsageError("--address, --max-size and --key-file go with --dev; with --config the yaml has them")
+    if not dev and (address or admin_address or max_size or key_file):
+        names = "--address, --admin-address, --max-size and --key-file"
+        raise click.UsageError(f"{names} go with --dev; with --config the yaml has them")
     configure_logging(as_json=log_json)
     if license_path is not None:
-        logger.warning("event=license_ignored path=%s reason='this server needs no license of its own'", license_path)
+        # Without the path: who gives the license itself in its place must not find it in the log.
+        logger.warning("event=license_ignored reason='this server needs no license of its own'")
     if config is not None:
         from memkv_vllm.config import load_server_config
 
-        _serve(load_server_config(config), {})
+        path = config
+        _serve(load_server_config(path), {}, lambda: load_server_config(path))
     else:
-        _serve_dev(address or DEV_ADDRESS, max_size, key_file)
+        _serve_dev(address or DEV_ADDRESS, admin_address, max_size, key_file)
 
 
-def _serve_dev(address: str, max_size: str | None, key_file: Path | None) -> None:
+def _serve_dev(address: str, admin_address: str | None, max_size: str | None, key_file: Path | None) -> None:
     from memkv_vllm.config import default_dev_key_file, dev_server_config
 
     key_file = key_file or default_dev_key_file()
     key = read_or_make_key(key_file)
     _serve(
-        dev_server_config(key, address=address, max_size=max_size),
+        dev_server_config(
+            key,
+            address=address,
+            max_size=max_size,
+            overrides=None if admin_address is None else {"network": {"admin_address": admin_address}},
+        ),
         {"MEMKV_AUTH_KEY_FILE": str(key_file), "MEMKV_TRANSPORT": "loopback"},
     )
 
 
-def _serve(config: ServerConfig, exports: Mapping[str, str]) -> None:
-    """Serves until a signal. ``exports`` is what a client on this machine must set besides the address."""
+def _serve(config: ServerConfig, exports: Mapping[str, str], load: Callable[[], ServerConfig] | None = None) -> None:
+    """Serves until a signal; SIGHUP reloads the keys.
+
+    Args:
+        config: the settings.
+        exports: what a client on this machine must set besides the address.
+        load: reads the settings again.
+    """
     import anyio
 
-    from memkv_vllm.store.server import StoreServer
+    from memkv_vllm.serve import serve_until_signal
     from memkv_vllm.transports.loopback import LoopbackServerTransport
+    from memkv_vllm.transports.tcp import TcpServerTransport
 
-    async def serve_until_signal() -> None:
-        # The receiver is the outer one: a second signal during the orderly end must not kill the process in the middle.
-        with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
-            transport = LoopbackServerTransport.from_config(config)
-            async with StoreServer(config, [transport]) as server:
-                _announce("{}:{}".format(*server.addresses[0]), exports)
-                async for number in signals:
-                    logger.info("event=stopping signal=%s", signal.Signals(number).name)
-                    break
-        logger.info("event=stopped")
+    tcp = TcpServerTransport.from_config(config)
+    # One number for both: with port 0 tcp finds it, since others may hold TCP ports and hardly ever loopback's.
+    transports: list[ServerTransport] = [tcp, LoopbackServerTransport.from_config(config, port=tcp.bind())]
 
-    anyio.run(serve_until_signal, backend="asyncio")
+    def announce(server: StoreServer, admin: RailAddress) -> None:
+        _announce("{}:{}".format(*server.addresses[0]), str(admin), exports)
+
+    try:
+        anyio.run(serve_until_signal, config, transports, announce, load, backend="asyncio")
+    finally:
+        tcp.close()
 
 
-def _announce(address: str, exports: Mapping[str, str]) -> None:
+def _announce(address: str, admin: str, exports: Mapping[str, str]) -> None:
     """On stdout: what to set where vLLM runs, then one line that says that clients may come."""
     if exports:
         click.echo("# on this machine, where vLLM runs:")
         for name, value in {"MEMKV_SERVERS": address, **exports}.items():
             click.echo(f"export {name}={value}")
-    click.echo(f"ready address={address} pid={os.getpid()}")
+    click.echo(f"ready address={address} admin={admin} pid={os.getpid()}")
 
+
+main.add_command(admin)
 
 # ---------------------------------------------------------------------------------------------------- keys
 
@@ -289,40 +308,6 @@ def demo() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------- logging
-
-
-class LineFormatter(logging.Formatter):
-    """One event per line, as ``key=value`` pairs or a JSON object. Exceptions stay on the line."""
-
-    def __init__(self, *, as_json: bool) -> None:
-        super().__init__()
-        self._as_json = as_json
-
-    def format(self, record: logging.LogRecord) -> str:
-        """The record as one line."""
-        seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-        fields = {
-            "ts": f"{seconds}.{int(record.msecs):03d}Z",
-            "level": record.levelname.lower(),
-            "logger": record.name,
-        }
-        message = record.getMessage()
-        failure = self.formatException(record.exc_info) if record.exc_info else None
-        if self._as_json:
-            return json.dumps({**fields, "message": message} | ({"exception": failure} if failure else {}))
-        line = " ".join([*(f"{name}={value}" for name, value in fields.items()), _as_pairs(message)])
-        return line + (f" exception={json.dumps(failure)}" if failure else "")
-
-
-def _as_pairs(message: str) -> str:
-    """The package's own messages are pairs already (``server.started id=..``); any other is quoted as a whole."""
-    if message.startswith("event="):
-        text = message
-    elif re.match(r"[a-z_]+(\.[a-z_]+)+( |$)", message):
-        text = f"event={message}"
-    else:
-        return f"message={json.dumps(message)}"
-    return text.replace("\n", "\\n")
 
 
 def configure_logging(*, as_json: bool) -> None:

@@ -35,7 +35,7 @@ Keys of `kv_connector_extra_config`. Unknown `memkv_*` keys are errors; `block_s
 are errors too, for one offload key stands for one GPU block. Connection settings do not belong here.
 """
 TIER = "The entry of `secondary_tiers`, next to `spec_name: TieringOffloadingSpec`.\n"
-SERVER = "`memkv start --config FILE`. The server reads nothing from the environment.\n"
+SERVER = "`memkv start --config FILE`. The server reads no setting from the environment.\n"
 
 
 def said_about(field: FieldInfo) -> Iterator[Any]:
@@ -61,9 +61,8 @@ def type_text(field: FieldInfo) -> str:
             return " / ".join(f"`{value}`" for value in get_args(item))
         if isinstance(item, type) and issubclass(item, Enum):
             return " / ".join(f"`{member.value}`" for member in item)
-    name = next(
-        name for kind, name in ((Path, "path"), (float, "number"), (int, "integer"), (str, "text")) if kind in said
-    )
+    kinds = ((bool, "`true` / `false`"), (Path, "path"), (float, "number"), (int, "integer"), (str, "text"))
+    name = next(name for kind, name in kinds if kind in said)
     return name + bounds(said)
 
 
@@ -92,6 +91,8 @@ def default_text(field: FieldInfo) -> str:
         return "all"
     if isinstance(default, Enum):
         default = default.value
+    if isinstance(default, bool):
+        default = str(default).lower()
     if type_text(field) == "size":
         default = format_size(default)
     if isinstance(default, float):

@@ -4,8 +4,10 @@
 ``docs/reference/settings.md`` is generated from these models by ``scripts/gen_settings_docs.py``.
 """
 
+from memkv_vllm.config.admin import AdminTargets, load_admin_targets, notify_socket
 from memkv_vllm.config.client import (
     ENVIRONMENT,
+    LICENSE_VARIABLES,
     ClientConfig,
     EnvironmentVariable,
     Mode,
@@ -41,6 +43,7 @@ from memkv_vllm.config.server_file import default_dev_size_bytes, dev_server_con
 __all__ = [
     # client
     "ENVIRONMENT",
+    "LICENSE_VARIABLES",
     "ClientConfig",
     "EnvironmentVariable",
     "Mode",
@@ -74,6 +77,10 @@ __all__ = [
     "default_dev_size_bytes",
     "dev_server_config",
     "load_server_config",
+    # admin
+    "AdminTargets",
+    "load_admin_targets",
+    "notify_socket",
     # sizes
     "format_size",
     "parse_size",

@@ -13,7 +13,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, SecretStr, ValidationError
+from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator
 
 from memkv_vllm.config import sources
 from memkv_vllm.config.fields import AuthKey, Count, DefaultText, DeviceNames, KeyId, Kind, RoceKnobs, Seconds, Servers
@@ -49,7 +49,8 @@ class ClientConfig(RoceKnobs):
     servers: Servers
     """The servers. An entry is `host:port` (port 9900 if left out, IPv6 in brackets), or with several rails
     `name=addr0|addr1` (yaml `{name, rails: [...]}`), each address in its rail's own subnet. Placement hashes the name
-    (default: the first address), so a name must be the same on every client."""
+    (default: the first address), so a name must be the same on every client. Each rank prefers one rail (its rank
+    modulo their number), goes over to the next when that one fails, and comes back about a minute after its repair."""
 
     auth_key: AuthKey
     """The key shared with the servers. Exactly one of this and `auth_key_file`."""
@@ -62,19 +63,29 @@ class ClientConfig(RoceKnobs):
     """Which of the server's keys this is. `default` is what a server calls its single `network.auth_key`."""
 
     license: Annotated[SecretStr, Kind("token text or path, secret")] | None = None
-    """Presented to a server that asks for one (ours does not unless configured to). Then `MINIO_LICENSE`, then
-    `AISTOR_LICENSE` are asked."""
+    """Presented to a server that asks for one, after it proved the key (ours asks for none unless configured to).
+    Then `MINIO_LICENSE`, then `AISTOR_LICENSE` are asked."""
 
     rdma_devices: DeviceNames = ()
     """NICs that may be used, one per rail. Must be set, or found by topology, on the direct path."""
 
     transport: Annotated[TransportName | None, DefaultText("`verbs` direct, `auto` tier")] = None
-    """What moves the bytes. Left out: `verbs` in direct mode, `auto` (verbs, else tcp, per server) in tier mode.
-    `tcp` and `auto` are for the tier only."""
+    """What moves the bytes. Left out: `verbs` in direct mode, `auto` in tier mode: verbs, else tcp, for each server by
+    itself; a server on tcp is tried over verbs again about once a minute. `tcp` and `auto` are for the tier only."""
 
     num_connections: Annotated[Count, Field(le=256)] = 4
     """Connections per server, tcp transport only: 4, because one TCP stream seldom fills a fast link. verbs has one
     control connection per server and rail."""
+
+    tls: bool = False
+    """Whether control connections over TCP use TLS 1.3; on where the servers have `network.tls_control`, and nowhere
+    else. tcp transport only. Bytes of values are not encrypted by it."""
+
+    tls_ca: Path | None = None
+    """PEM file with the certificate of whoever signed the servers' certificates. Left out: this host's authorities."""
+
+    tls_server_name: str | None = None
+    """The name that every server's certificate must be for. Left out: the host as it stands in `servers`."""
 
     connect_timeout_s: Seconds = 5.0
     """Deadline of connecting and authenticating. 5 s survive two lost SYNs (sent again after 1 s and 3 s); a silent
@@ -82,6 +93,25 @@ class ClientConfig(RoceKnobs):
 
     op_timeout_s: Seconds = 30.0
     """Deadline of one request: 30 s, as the server's own deadline of one transfer (`limits.transfer_timeout_s`)."""
+
+    @field_validator("tls_ca", "tls_server_name")
+    @classmethod
+    def _needs_tls(cls, value: object, info: ValidationInfo) -> object:
+        if value is not None and info.data.get("tls") is False:
+            raise Reject(f"expected tls, for {info.field_name} is given", "set tls: true, or remove it")
+        return value
+
+    @field_validator("tls_ca")
+    @classmethod
+    def _readable(cls, value: Path | None) -> Path | None:
+        if value is not None:
+            sources.read_small_file(value, "a PEM file with certificates")
+        return value
+
+    @property
+    def license_text(self) -> str | None:
+        """The license itself, for whoever presents it."""
+        return None if self.license is None else self.license.get_secret_value()
 
     def transport_for(self, mode: Mode) -> TransportName:
         """The transport that runs in ``mode``.
@@ -103,21 +133,16 @@ class ClientConfig(RoceKnobs):
         given = [name for name in type(self).model_fields if name in self.model_fields_set]
         reasons = {name: _why_unused(name, transport) for name in given if getattr(self, name) not in (None, ())}
         unused = [f"{name} ({reason})" for name, reason in reasons.items() if reason]
-        several = [server.name for server in self.servers if len(server.rails) > 1]
-        if several:
-            what = f"rails of {', '.join(several)} after the first"
-            unused.append(f"servers: {what} (this version uses one rail per server)")
         return tuple(unused)
 
 
+_TCP_ONLY = ("num_connections", "tls", "tls_ca", "tls_server_name")
 _VERBS_ONLY = ("rdma_devices", *RoceKnobs.model_fields)
 
 
 def _why_unused(name: str, transport: TransportName) -> str:
     """Why nothing reads the setting ``name`` with ``transport``; empty when something does."""
-    if name == "license":
-        return "no server of this version asks for one"
-    if name == "num_connections" and transport not in (TransportName.TCP, TransportName.AUTO):
+    if name in _TCP_ONLY and transport not in (TransportName.TCP, TransportName.AUTO):
         return f"for tcp only; transport is {transport.value}"
     if name in _VERBS_ONLY and transport not in (TransportName.VERBS, TransportName.AUTO):
         return f"for verbs only; transport is {transport.value}"
@@ -152,6 +177,11 @@ ENVIRONMENT: tuple[EnvironmentVariable, ...] = (
     EnvironmentVariable(LICENSE_VARIABLES[1], "license", "Asked when neither the yaml nor `MEMKV_LICENSE` has one."),
     EnvironmentVariable(LICENSE_VARIABLES[2], "license", "Asked last."),
     EnvironmentVariable(HASH_SEED_VARIABLE, None, "Python's own; two engines' block hashes agree only under one seed."),
+    EnvironmentVariable("MEMKV_ADMIN_SERVERS", None, "Comma list `host:port` for `memkv admin`; `--server` wins."),
+    EnvironmentVariable("MEMKV_ADMIN_TOKEN_FILE", None, "File with the token for `memkv admin`; `--token-file` wins."),
+    EnvironmentVariable(
+        "NOTIFY_SOCKET", None, "systemd's own; a server says there that it is ready, and that it ends."
+    ),
     EnvironmentVariable(STATE_VARIABLE, None, "`memkv start --dev` keeps its key below it (`~/.local/state`)."),
 )
 """Every environment variable that is read, all of them here."""

@@ -27,7 +27,7 @@ __all__ = [
     "shown",
 ]
 
-SECRET_KEYS = frozenset({"auth_key", "auth_keys", "key", "license"})
+SECRET_KEYS = frozenset({"admin_token", "auth_key", "auth_keys", "key", "license"})
 """Values under these names are never shown; nor are those of unknown keys, which may be a typo of one of these."""
 
 # Keys and tokens end up in the wrong place (a key pasted as a file name): whatever looks like one is hidden anywhere.

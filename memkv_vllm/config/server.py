@@ -1,6 +1,7 @@
 """Models of the server yaml. ``server_file`` reads it."""
 
 import os
+import re
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Literal
@@ -8,8 +9,10 @@ from typing import Annotated, Literal
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     Field,
     PlainValidator,
+    SecretStr,
     ValidationInfo,
     field_validator,
 )
@@ -28,6 +31,7 @@ from memkv_vllm.config.fields import (
     Seconds,
     Settings,
     Size,
+    Whole,
 )
 from memkv_vllm.config.problems import Problem, Reject
 from memkv_vllm.errors import ConfigError
@@ -66,6 +70,18 @@ def _unique_rights(value: tuple[Right, ...]) -> tuple[Right, ...]:
 Rights = Annotated[tuple[Right, ...], AfterValidator(_unique_rights), Kind("list of read / write / delete / admin")]
 
 
+def parse_admin_token(value: object) -> SecretStr:
+    """The token of the admin commands from its text. No message shows any part of it."""
+    text = value.get_secret_value() if isinstance(value, SecretStr) else value
+    if not isinstance(text, str) or not re.fullmatch(r"[!-~]{16,512}", text.strip(), re.ASCII):
+        # Sixteen random characters cannot be guessed over a network; a word of four could.
+        raise Reject("expected 16 to 512 printable ASCII characters without spaces", "memkv keygen makes one")
+    return SecretStr(text.strip())
+
+
+AdminToken = Annotated[SecretStr, BeforeValidator(parse_admin_token), Kind("16-512 ASCII characters, secret")]
+
+
 class KeyEntry(Settings):
     """One key that clients may use, and what it allows. Two may overlap in time, so that keys can be rotated."""
 
@@ -90,7 +106,29 @@ class NetworkConfig(Settings):
     key. Port 0 takes any free port."""
 
     admin_address: Annotated[ListenAddress | None, DefaultText("`address` with the next port")] = None
-    """Where admin HTTP and metrics are served."""
+    """Where admin HTTP and metrics are served. Reading (status, metrics) needs no token: give an address of the
+    management network, or 127.0.0.1, where that is too much."""
+
+    admin_token: AdminToken | None = None
+    """What the commands that change something (reset, gc, evict) must present. At most one of this and
+    `admin_token_file`; without either these commands are refused."""
+
+    admin_token_file: Path | None = None
+    """A file that holds the token, so that it stands in no yaml."""
+
+    admin_max_connections: Count = 64
+    """Connections to admin HTTP, each closed after ten minutes at most. A scraper and a browser need a few; more
+    are refused and counted, so that a flood takes no file descriptors from clients."""
+
+    admin_timeout_s: Seconds = 10.0
+    """Deadline of one admin request, and of sending it: as long as Prometheus waits for a scrape by default."""
+
+    admin_history_s: Annotated[Number, Field(ge=10, le=3600)] = 600.0
+    """How far back the charts of the status page go, in steps of 2 s: 10 minutes are 300 rows of a few numbers."""
+
+    admin_max_lag_s: Seconds = 1.0
+    """The event loop counts as degraded when it came late by more than this within the last 30 s: requests wait so
+    long. Normal are milliseconds."""
 
     auth_key: AuthKey | None = None
     """The key that all clients share, known to them as `default`. Exactly one of this, `auth_key_file`, `auth_keys`."""
@@ -106,6 +144,11 @@ class NetworkConfig(Settings):
 
     tls_key: Path | None = None
     """PEM private key."""
+
+    tls_control: bool = False
+    """Whether control connections over TCP must use TLS 1.3 with that certificate; clients set `tls`. Bytes of values
+    are not encrypted by it: they travel on connections of their own. Off, because every frame is authenticated anyway:
+    TLS hides which keys, counts and namespaces are asked for."""
 
     @property
     def admin(self) -> RailAddress:
@@ -147,6 +190,13 @@ class NetworkConfig(Settings):
                 raise Reject(f"expected different keys: {same}", "memkv keygen makes a key")
         return value
 
+    @field_validator("tls_control")
+    @classmethod
+    def _has_a_certificate(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and info.data.get("tls_cert", ...) is None:
+            raise Reject("expected network.tls_cert and network.tls_key, for network.tls_control is on", "add them")
+        return value
+
     @field_validator("tls_key")
     @classmethod
     def _both_or_neither(cls, value: Path | None, info: ValidationInfo) -> Path | None:
@@ -181,6 +231,12 @@ class MemoryConfig(Settings):
         return value
 
 
+def _segment_size(value: int | None) -> int | None:
+    if value is not None and (value & (value - 1) or not MIB <= value <= GIB):
+        raise Reject("expected a power of two of at least 1 MiB and at most 1 GiB")
+    return value
+
+
 class Drive(Settings):
     """One drive, or one file in place of one."""
 
@@ -197,14 +253,21 @@ Part = Annotated[Number, Field(gt=0, le=1)]
 class EvictionConfig(Settings):
     """When values are evicted, and which."""
 
-    policy: Literal["lru"] = "lru"
-    """Which value goes first: the least recently used."""
+    policy: Literal["lru", "s3-fifo"] = "lru"
+    """Which value goes first: `lru` the least recently used; `s3-fifo` what was not used again soon, so that a scan of
+    prompts that never come back does not push out those that do. Simulated, it hits a quarter to a third more often
+    where half of the prompts are such, and up to an eighth less often where favourites change: hence `lru`."""
 
     high_watermark: Part = 0.95
-    """Eviction begins above this part of the space in use. 5 % free absorb the stores that arrive meanwhile."""
+    """A put that takes the arena above this part begins to free more than it needs. 5 % free absorb large values
+    without a long search."""
 
     low_watermark: Part = 0.90
-    """And ends below this part."""
+    """Until this part is in use, a few values with each put."""
+
+    namespace_quota: Part = 1.0
+    """Part of the arena that one namespace may take; above it, its own values go first. 1: no quota. Below 1, a model
+    that floods the store cannot push out all of the others; each put costs a little more."""
 
     @field_validator("low_watermark")
     @classmethod
@@ -218,10 +281,37 @@ class StorageConfig(Settings):
     """What stands behind the arena."""
 
     mode: Literal["memory", "file", "direct"] = "memory"
-    """`memory`: nothing; `file` and `direct` (regular files, raw drives): not in this version yet."""
+    """`memory`: nothing. `file`: regular files, made and grown as needed. `direct`: block devices. Both read and write
+    past the page cache where the file system allows it."""
 
     drives: tuple[Drive, ...] = ()
     """The drives of modes `file` and `direct`."""
+
+    sync: Literal["none", "batch"] = "none"
+    """`none`: a value counts as logged once the operating system has it, and survives a crash of the server. `batch`:
+    once the drive says that it is stable (fdatasync after each batch of writes), and survives a power loss. `none`,
+    because a lost value is computed again."""
+
+    max_write_behind: Size = 256 * MIB
+    """Bytes of values that wait to be written; their place in the arena cannot be evicted meanwhile. Beyond it new
+    values wait in a line that holds nothing (`limits.max_waiting_writes`, counter `disk_write_delayed`): one that is
+    evicted before its turn is gone. A fast drive writes 256 MiB in about 0.1 s."""
+
+    segment_size: Annotated[
+        Size | None, AfterValidator(_segment_size), Kind("size"), DefaultText("a 64th of the drive")
+    ] = None
+    """Unit of reclaim, and the largest record. Used when a drive is formatted and kept from then on. By default a
+    64th of the drive, rounded down to a power of two, within 1 and 256 MiB."""
+
+    read_threads: Annotated[Count, Field(le=256)] = 8
+    """Reads at a time on each drive. An NVMe drive needs several to reach its rate."""
+
+    max_drive_errors: Count = 16
+    """After this many failed reads and writes a drive is left out until the next start."""
+
+    missing_drives: Literal["refuse", "forget"] = "refuse"
+    """When a drive of this store is not there: `refuse` to start; or start and `forget` it with all that it held.
+    Refuse, so that a drive that is only slow to appear is not forgotten."""
 
     eviction: EvictionConfig = EvictionConfig()
     """When values are evicted, and which."""
@@ -271,6 +361,26 @@ class LimitsConfig(Settings):
     max_value_bytes: Size = 1 * GIB
     """Largest value. The largest known shard of a block is below 128 MiB."""
 
+    max_connections_per_session: Annotated[Count, Field(le=256)] = 16
+    """Data connections of a tcp session. Clients open 4 unless their num_connections says otherwise."""
+
+    max_entries: Annotated[Whole, Field(ge=1, le=1 << 32)] = 4 * 1024**2
+    """Values that the store may hold, in memory and on disk; then each new one takes the place of the oldest. Each
+    costs some 650 bytes of memory beside the arena: 4 Mi are 2.6 GiB, and with values of 1 MiB 4 TiB of disk."""
+
+    max_fetches: Annotated[Count, Field(le=1024)] = 32
+    """Values that are read back from disk at a time. A drive reaches its rate with 8 to 16."""
+
+    max_fetch_bytes: Size = 256 * MIB
+    """Bytes of those; their place in the arena cannot be evicted meanwhile. At most a quarter of the arena is used."""
+
+    max_waiting_fetches: Count = 65_536
+    """Values that wait for their turn to be read back. Beyond it a get answers busy: 64 full batches of 1024."""
+
+    max_waiting_writes: Count = 65_536
+    """Values that wait for room in `storage.max_write_behind`. Beyond it new values stay in memory only. Each costs
+    some 200 bytes."""
+
     max_regions_per_session: Count = 8
     """Staging regions of a session. An engine has one or two, and one more after a fence."""
 
@@ -279,6 +389,13 @@ class LimitsConfig(Settings):
 
     transfer_timeout_s: Seconds = 30.0
     """Deadline of every pull and every push, so that a hung client cannot hold a key."""
+
+    max_transfers: Annotated[Count, Field(le=4096)] = 32
+    """Pulls and pushes that run at once; they share the copy threads. Far more than these, for one whose client is dead
+    goes on to its deadline. Puts have three quarters of them at most."""
+
+    max_transfers_per_session: Annotated[Count, Field(le=4096)] = 4
+    """Of them, most that one session has. As many as an engine has lanes; eight dead clients have them all, then."""
 
     copy_threads: Annotated[Count, Field(le=256), DefaultText("min(4, CPUs)")] = Field(
         default_factory=lambda: min(4, os.cpu_count() or 1)
@@ -307,7 +424,26 @@ class LicenseConfig(Settings):
     """Whether clients must present a license. Ours asks for none unless configured to."""
 
     public_key_file: Path | None = None
-    """PEM public key against which a client's license is verified; set: clients without a valid one are refused."""
+    """PEM public key against which a client's license is verified; set: clients without a valid one are refused. The
+    kind of key says the algorithm: RSA RS256, P-256 ES256, Ed25519 EdDSA."""
+
+    issuer: str | None = None
+    """What a license's `iss` must be. Left out: anything, for whoever has the private key is the issuer."""
+
+    audience: str | None = None
+    """What a license's `aud` must be or contain. Left out: it is not looked at."""
+
+    leeway_s: Annotated[Number, Field(ge=0, le=3600)] = 60.0
+    """How far this host's clock may be off when `exp` and `nbf` are compared with it. NTP keeps within a second; a
+    minute forgives a host that has just booted."""
+
+    @field_validator("leeway_s")
+    @classmethod
+    def _needs_the_key(cls, value: float, info: ValidationInfo) -> float:
+        given = [name for name in ("issuer", "audience") if info.data.get(name) is not None]
+        if given and info.data.get("public_key_file") is None and "public_key_file" in info.data:
+            raise Reject(f"expected license.public_key_file, for license.{given[0]} is given", "add it")
+        return value
 
 
 class ServerConfig(Settings):
@@ -342,17 +478,11 @@ class ServerConfig(Settings):
 
 
 _NOT_YET = (
-    "network.admin_address",
-    "network.tls_cert",
-    "network.tls_key",
-    "storage.eviction.high_watermark",
-    "storage.eviction.low_watermark",
     "rdma.devices",
     "rdma.gid_index",
     "rdma.traffic_class",
     "rdma.service_level",
     "rdma.mtu",
-    "license.public_key_file",
 )
 """Settings that the model knows and nothing reads yet. Refused when given: a setting without effect is silent."""
 
@@ -369,11 +499,6 @@ def _is_given(config: ServerConfig, dotted: str) -> bool:
 
 def unsupported(config: ServerConfig) -> list[str]:
     """One problem for each setting that the model accepts and this version does not do yet."""
-    problems = []
-    if config.storage.mode != "memory":
-        problem = Problem("storage.mode", "not in this version yet", "use memory", config.storage.mode)
-        problems.append(problem.line())
-    problems += [
+    return [
         Problem(name, "not in this version yet", "remove it").line() for name in _NOT_YET if _is_given(config, name)
     ]
-    return problems

@@ -40,7 +40,10 @@ def _read_key_files(path: Path, data: dict[str, Any]) -> list[Problem]:
     network = data.get("network")
     if not isinstance(network, dict):
         return []
-    places: list[tuple[tuple[str, ...], dict[str, Any], str]] = [(("network",), network, "auth_key")]
+    places: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
+        (("network",), network, "auth_key"),
+        (("network",), network, "admin_token"),
+    ]
     entries = network.get("auth_keys")
     for key_id, entry in entries.items() if isinstance(entries, dict) else ():
         if isinstance(entry, dict):
@@ -54,7 +57,8 @@ def _read_key_files(path: Path, data: dict[str, Any]) -> list[Problem]:
             try:
                 if name in section:
                     raise Reject(f"expected only one of {name} and {name}_file", "remove one")
-                section[name] = sources.read_small_file(Path(file), "a file with 64 hex characters")
+                what = "a file with the token" if name == "admin_token" else "a file with 64 hex characters"
+                section[name] = sources.read_small_file(Path(file), what)
                 sources.warn_if_readable_by_others(Path(file))
             except Reject as error:
                 problems.append(Problem(dotted([*loc, f"{name}_file"]), error.expected, error.fix))
@@ -63,13 +67,17 @@ def _read_key_files(path: Path, data: dict[str, Any]) -> list[Problem]:
 
 def _unreadable_files(config: ServerConfig) -> list[str]:
     problems = []
-    for name in ("tls_cert", "tls_key"):
-        file = getattr(config.network, name)
+    files = {
+        "network.tls_cert": config.network.tls_cert,
+        "network.tls_key": config.network.tls_key,
+        "license.public_key_file": config.license.public_key_file,
+    }
+    for name, file in files.items():
         try:
             if file is not None:
                 sources.read_small_file(file, "a PEM file")
         except Reject as error:
-            problems.append(Problem(f"network.{name}", error.expected, error.fix).line())
+            problems.append(Problem(name, error.expected, error.fix).line())
     if config.network.tls_key is not None and not problems:
         sources.warn_if_readable_by_others(config.network.tls_key)
     return problems

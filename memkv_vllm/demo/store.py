@@ -92,7 +92,7 @@ class StoreProcess:
         config = load_client_config(self.exports)
         transport = client_transport(self.exports["MEMKV_TRANSPORT"])
         rail = config.servers[0].rails[0]
-        credentials = Credentials(config.auth_key.get_secret_value(), config.auth_key_id)
+        credentials = Credentials(config.auth_key.get_secret_value(), config.auth_key_id, config.license_text)
         deadline = Deadline(time.monotonic() + REQUEST_TIMEOUT_S)
         connection = await transport.connect(rail.host, rail.port, credentials, PeerKind.TOOL, deadline)
         async with anyio.create_task_group() as tasks:

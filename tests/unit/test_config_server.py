@@ -65,6 +65,9 @@ def test_the_smallest_yaml_and_the_defaults(load: Callable[..., ServerConfig]) -
         "max_frame_bytes": 4 * MIB,
         "max_batch_keys": 1024,
         "max_sessions": 1024,
+        "max_connections_per_session": 16,
+        "max_transfers": 32,
+        "max_transfers_per_session": 4,
         "max_handshakes": 64,
         "handshake_timeout_s": 5.0,
         "max_inflight_per_session": 32,
@@ -76,6 +79,11 @@ def test_the_smallest_yaml_and_the_defaults(load: Callable[..., ServerConfig]) -
         "max_manifest_bytes": 65536,
         "max_manifests": 4096,
         "put_slice_values": 8,
+        "max_entries": 4 * 1024**2,
+        "max_fetches": 32,
+        "max_fetch_bytes": 256 * MIB,
+        "max_waiting_fetches": 65536,
+        "max_waiting_writes": 65536,
     }
 
 
@@ -85,8 +93,19 @@ def test_everything_that_can_be_set(load: Callable[..., ServerConfig]) -> None:
             "network": {"address": "[::1]:7"},
             "memory": {"max_size": "1.5 GiB", "block_size": "64 KiB", "hugepages": "on"},
             "limits": {"max_frame_bytes": "8 MB", "max_sessions": 3},
+            "storage": {
+                "eviction": {
+                    "policy": "s3-fifo",
+                    "high_watermark": 0.8,
+                    "low_watermark": 0.5,
+                    "namespace_quota": 0.25,
+                }
+            },
         }
     )
+    eviction = config.storage.eviction
+    assert (eviction.policy, eviction.high_watermark, eviction.low_watermark) == ("s3-fifo", 0.8, 0.5)
+    assert eviction.namespace_quota == 0.25
     assert config.network.address == RailAddress("::1", 7)
     assert (config.memory.max_size, config.memory.block_size) == (3 * 512 * MIB, 65536)
     assert (config.limits.max_frame_bytes, config.limits.max_sessions) == (8_000_000, 3)
@@ -97,7 +116,6 @@ def test_what_the_model_knows_beyond_this_version() -> None:
         {
             "network": {"address": "[::1]:7", "admin_address": "127.0.0.1:8", "auth_key": KEY},
             "memory": {"max_size": "64 MiB"},
-            "storage": {"eviction": {"high_watermark": 0.8, "low_watermark": 0.5}},
             "rdma": {"devices": ["mlx5_0"], "gid_index": 3, "mtu": 4096},
         }
     )
@@ -254,11 +272,16 @@ def test_an_empty_yaml(tmp_path: Path) -> None:
         load_server_config(path)
 
 
-@pytest.mark.parametrize("mode", ["file", "direct"])
-def test_what_is_not_in_this_version_is_refused(load: Callable[..., ServerConfig], mode: str) -> None:
-    part = {"storage": {"mode": mode, "drives": [{"media": "/d", "max_size": "1 TiB"}]}}
+@pytest.mark.parametrize("mode", ["memory", "file", "direct"])
+def test_every_storage_mode_is_supported(load: Callable[..., ServerConfig], mode: str) -> None:
+    drives = [{"media": "/d", "max_size": "1 TiB"}] if mode != "memory" else []
+    assert load({"storage": {"mode": mode, "drives": drives}}).storage.mode == mode
+
+
+def test_what_is_not_in_this_version_is_refused(load: Callable[..., ServerConfig]) -> None:
+    part = {"rdma": {"devices": ["mlx5_0"]}}
     config = ServerConfig.model_validate(merged(part))
-    with pytest.raises(ConfigError, match=f"storage.mode = '{mode}': not in this version yet"):
+    with pytest.raises(ConfigError, match="rdma.devices: not in this version yet"):
         config.validate_supported()
     with pytest.raises(ConfigError, match="not in this version yet"):
         load(part)
