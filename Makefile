@@ -1,7 +1,7 @@
 # Everything that a person or a machine does with this repository. `make` alone lists it.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format types unit bench docs clean
+.PHONY: help setup demo test soak lint format types unit bench docs clean
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -18,6 +18,9 @@ demo: setup  ## the whole thing on this machine: real vLLM, a store, a restart, 
 
 test: setup  ## linters, types and every test, the ones with the real vLLM last
 	@scripts/test
+
+soak: setup  ## half an hour of kills, freezes and disk damage under load, then kill -9 and fuzzing at length
+	@scripts/soak
 
 lint: setup  ## ruff, without changing anything
 	$(BIN)/ruff check .
@@ -39,6 +42,7 @@ bench: setup  ## the loopback transport beside memcpy, in the same run (some min
 
 docs: setup  ## write the generated pages anew
 	$(BIN)/python scripts/gen_settings_docs.py
+	$(BIN)/python scripts/gen_metrics_docs.py
 
 clean:  ## remove caches and what the demo leaves; .venv stays
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .demo build dist

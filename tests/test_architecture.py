@@ -30,7 +30,7 @@ LAYERS = {
     "transports": 3,
     "engine": 4, "store": 4,
     "integration": 5, "bench": 5,
-    "spec": 6, "cli": 6, "demo": 6, "pytest_plugin": 6, "__main__": 6,
+    "spec": 6, "cli": 6, "cli_admin": 6, "serve": 6, "demo": 6, "pytest_plugin": 6, "__main__": 6,
 }  # fmt: skip
 """Line of the design's drawing that a room stands on. A room imports only from lines beneath its own."""
 
@@ -38,6 +38,8 @@ SIBLINGS = {
     ("errors", "types"): "an error names the counter of its reason",
     ("__main__", "cli"): "`python -m memkv_vllm` is the command",
     ("cli", "demo"): "`memkv demo` starts it",
+    ("cli", "cli_admin"): "`memkv admin`",
+    ("cli", "serve"): "`memkv start`",
 }
 """Imports on one line of the drawing that are allowed, with the reason."""
 
@@ -52,9 +54,13 @@ ONLY_IN = {
     "transformers": (),
     "safetensors": ("memkv_vllm.demo",),
     "pytest": ("memkv_vllm.pytest_plugin",),
-    "click": ("memkv_vllm.cli", "memkv_vllm.bench", "memkv_vllm.demo"),
+    "aiohttp": ("memkv_vllm.store.admin", "memkv_vllm.cli_admin"),
+    "prometheus_client": ("memkv_vllm.store.admin",),
+    "click": ("memkv_vllm.cli", "memkv_vllm.cli_admin", "memkv_vllm.bench", "memkv_vllm.demo"),
     "yaml": ("memkv_vllm.config",),
     "pydantic": ("memkv_vllm.config",),
+    "jwt": ("memkv_vllm.store.license",),
+    "cryptography": ("memkv_vllm.store.license",),
 }
 """Foreign packages and the rooms that may import them."""
 
@@ -62,10 +68,17 @@ PURE = {
     "memkv_vllm.errors", "memkv_vllm.keys", "memkv_vllm.types",
     "memkv_vllm.protocol",
     "memkv_vllm.engine.breaker", "memkv_vllm.engine.inflight", "memkv_vllm.engine.placement",
-    "memkv_vllm.engine.presence", "memkv_vllm.engine.schedule", "memkv_vllm.engine.staging",
+    "memkv_vllm.engine.presence", "memkv_vllm.engine.routes", "memkv_vllm.engine.schedule", "memkv_vllm.engine.staging",
     "memkv_vllm.engine.verify",
+    "memkv_vllm.store.admin.access", "memkv_vllm.store.admin.families",
+    "memkv_vllm.store.admin.health", "memkv_vllm.store.admin.watch", "memkv_vllm.store.latency",
     "memkv_vllm.store.arena", "memkv_vllm.store.bulkqueue", "memkv_vllm.store.entries", "memkv_vllm.store.eviction",
-    "memkv_vllm.store.manifests", "memkv_vllm.store.table",
+    "memkv_vllm.store.manifests", "memkv_vllm.store.spaces", "memkv_vllm.store.content", "memkv_vllm.store.disk_index",
+    "memkv_vllm.store.policies", "memkv_vllm.store.room", "memkv_vllm.store.s3fifo", "memkv_vllm.store.table",
+    "memkv_vllm.store.log.format", "memkv_vllm.store.log.handles", "memkv_vllm.store.log.journal",
+    "memkv_vllm.store.log.membership", "memkv_vllm.store.log.reclaim", "memkv_vllm.store.log.recovery",
+    "memkv_vllm.store.log.segments", "memkv_vllm.store.log.shared",
+    "memkv_vllm.transports.tcp.commands", "memkv_vllm.transports.tcp.pieces",
 }  # fmt: skip
 """No socket, thread, clock, event loop or file in these (a package name stands for all of it): time is an argument."""
 
@@ -86,7 +99,8 @@ ATTRIBUTES_ALLOWED = {
 ENVIRONMENT_ROOMS = {"config", "demo"}
 """config reads it for everybody; the demo hands it on to the processes that it starts."""
 
-THREADS_ALLOWED = {"memkv_vllm.engine.portal"}
+THREADS_ALLOWED = {"memkv_vllm.engine.portal", "memkv_vllm.transports.tcp.links", "memkv_vllm.transports.tcp.mover"}
+"""Loops of their own for as long as their owner lives; work that ends goes to a pool."""
 DYNAMIC_IMPORT_ALLOWED = {"memkv_vllm.transports.registry"}
 
 MODULE_LINES, MODULE_LINES_LOOK, CLASS_LINES, FUNCTION_LINES = 600, 400, 350, 40
@@ -95,27 +109,46 @@ LONG_FUNCTIONS: dict[str, tuple[int, str]] = {}
 LONG_CLASSES: dict[str, tuple[int, str]] = {}
 
 ROOMS = {
-    "": {"__init__", "__main__", "cli", "errors", "keys", "observe", "pytest_plugin", "spec", "topology", "types"},
+    "": {
+        "__init__", "__main__", "cli", "cli_admin", "errors", "keys", "observe", "pytest_plugin", "serve", "spec",
+        "topology", "types",
+    },
     "bench": {"__init__", "models", "report", "runner", "workload"},
-    "config": {"__init__", "client", "extra", "fields", "problems", "server", "server_file", "sources"},
+    "config": {"__init__", "admin", "client", "extra", "fields", "problems", "server", "server_file", "sources"},
     "demo": {"__init__", "__main__", "generate", "model", "report", "store", "vllm_process"},
     "engine": {
-        "__init__", "api", "breaker", "client", "core", "engine", "inflight", "lanes", "link", "placement", "plan",
-        "portal", "presence", "prober", "schedule", "slots", "staging", "tasks", "verify",
+        "__init__", "api", "breaker", "client", "core", "engine", "generation", "inflight", "lanes", "link", "linklog",
+        "placement", "plan", "portal", "presence", "prober", "routes", "schedule", "slots", "staging", "tasks",
+        "verify",
     },
     "integration": {
         "__init__", "compat", "facts", "gather", "gather_cuda", "gather_kernel", "layout", "manager", "metrics", "tier",
         "weights", "worker",
     },
     "protocol": {"__init__", "auth", "checksum", "codec", "frame", "messages", "session"},
+    "store/admin": {
+        "__init__", "access", "collector", "commands", "families", "health", "listener", "routes", "server", "watch",
+    },
     "store": {
-        "__init__", "admin", "arena", "bulkqueue", "entries", "eviction", "handler", "log", "manifests", "requests",
-        "server", "sessions", "table", "transfers", "turns",
+        "__init__", "admission", "arena", "bulkqueue", "commands", "content", "disk_index", "entries", "eviction",
+        "fetching", "garbage", "handler", "keyring", "latency", "license", "maintenance", "manifests", "policies",
+        "reloading", "requests", "residency", "room", "s3fifo", "server", "sessions", "spaces", "table", "transfers",
+        "turns",
+    },
+    "store/log": {
+        "__init__", "api", "drive", "drivelog", "format", "handles", "journal", "journaling", "medium", "membership",
+        "opening", "reading", "reclaim", "reclaiming", "recovery", "rolling", "scanning", "segments", "shared",
+        "starting", "transfer", "worker",
     },
     "transports": {
-        "__init__", "base", "control", "faults", "memory", "registry", "serving", "streams", "tcp",
+        "__init__", "answering", "base", "control", "faults", "handshakes", "licensing", "memory", "registry",
+        "serving", "streams", "tcp", "tls",
     },
     "transports/loopback": {"__init__", "address", "bulk", "client", "copying", "server"},
+    "transports/tcp": {
+        "__init__", "attach", "batch", "bulk", "client", "commands", "links", "mover", "pieces", "queue", "server",
+        "sockets",
+    },
 }  # fmt: skip
 """Every module of the package. A new one is added here and, if it is a new room, to CONTRIBUTING.md."""
 

@@ -12,6 +12,7 @@ from memkv_vllm.errors import LocalProtocolError, RemoteProtocolError, StoreErro
 from memkv_vllm.protocol import codec
 from memkv_vllm.protocol.frame import HEADER_BYTES, Flags, Header, MessageType, pack_header, unpack_header
 from memkv_vllm.protocol.messages import (
+    MAX_LICENSE_BYTES,
     Admin,
     BadValue,
     Bye,
@@ -23,6 +24,7 @@ from memkv_vllm.protocol.messages import (
     Get,
     GetItem,
     GetResult,
+    License,
     Manifest,
     ManifestEntry,
     Ping,
@@ -92,6 +94,17 @@ def test_random_bodies_parse_or_are_the_peers_fault(kind: Any, body: bytes) -> N
         return
     if kind is not Admin:
         assert kind.unpack(memoryview(parsed.pack())) == parsed
+
+
+@given(st.text(st.characters(max_codepoint=127), max_size=300))
+def test_licenses_round_trip_and_are_not_shown(token: str) -> None:
+    assert License.unpack(memoryview(License(token).pack())) == License(token)
+    assert repr(License(token)) == "License()"
+
+
+def test_a_license_is_bounded() -> None:
+    with pytest.raises(RemoteProtocolError):
+        License.unpack(memoryview(bytes(MAX_LICENSE_BYTES + 1)))
 
 
 @given(st.sampled_from([Put, Get, Exists, ReportBad, Delete]), st.integers(1, 65535), st.binary(max_size=64))
@@ -196,7 +209,9 @@ def test_error_replies(code: ErrorCode, text: str) -> None:
     assert len(packed) <= 1026
     parsed = ErrorReply.unpack(memoryview(packed))
     assert parsed.code is code
-    assert parsed.text[:-1] == text[: max(0, len(parsed.text) - 1)]
+    assert parsed.text.isprintable()  # it is shown on terminals and in logs, whoever wrote it
+    printable = "".join(char if char.isprintable() else "\ufffd" for char in text)
+    assert parsed.text[:-1] == printable[: max(0, len(parsed.text) - 1)]
     assert isinstance(parsed.to_exception(), StoreError)
 
 
@@ -227,6 +242,18 @@ def test_random_headers_parse_or_are_the_peers_fault(data: bytes, right_magic: b
 
 
 # -- what we may not send
+
+
+@pytest.mark.parametrize("count", [1, 2, 255, 256, 257, 600])
+@pytest.mark.parametrize("key_bytes", [1, 67, 255])
+def test_keys_come_out_as_they_went_in_whatever_their_number(count: int, key_bytes: int) -> None:
+    keys = [bytes([number % 256]) * key_bytes for number in range(count)]
+    assert Exists.unpack(memoryview(Exists(keys, 3).pack())) == Exists(keys, 3)
+    assert Delete.unpack(memoryview(Delete(keys).pack())) == Delete(keys)
+    for wrong in (b"x", b""):
+        body = Delete(keys).pack()
+        with pytest.raises(RemoteProtocolError):
+            Delete.unpack(memoryview(body + wrong if wrong else body[:-1]))
 
 
 def test_keys_of_one_batch_have_one_length() -> None:

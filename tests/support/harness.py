@@ -29,6 +29,7 @@ from memkv_vllm.transports.loopback import LoopbackClientTransport, LoopbackServ
 from memkv_vllm.transports.loopback.address import socket_address
 from memkv_vllm.transports.memory import HostMemory
 from memkv_vllm.transports.streams import SocketStream
+from memkv_vllm.transports.tcp import TcpClientTransport, TcpServerTransport
 from memkv_vllm.types import Extent, MemoryKind, Status
 from tests.support.scripted import KEY, ScriptedHandler, key_at, soon
 
@@ -43,7 +44,9 @@ class TransportFactory(Protocol):
 
     name: str
     fence_needs_peer: bool
-    """A client's fence waits for the server's answer or death (loopback); else it is local (verbs)."""
+    """A client's fence waits for the server's answer or death (loopback); else it is local (tcp, verbs)."""
+    maps_regions: bool
+    """The server maps a client's regions into its own process (loopback)."""
 
     def server(self, faults: FaultPlan | None = None, **options: Any) -> ServerTransport: ...
 
@@ -63,6 +66,7 @@ class LoopbackFactory:
 
     name = "loopback"
     fence_needs_peer = True
+    maps_regions = True
 
     def server(self, faults: FaultPlan | None = None, **options: Any) -> ServerTransport:
         return LoopbackServerTransport(0, faults=faults, **options)
@@ -81,6 +85,28 @@ class LoopbackFactory:
         listener.bind(socket_address(port))
         listener.listen(64)
         return listener, ("127.0.0.1", port)
+
+
+class TcpFactory:
+    """The tcp transport."""
+
+    name = "tcp"
+    fence_needs_peer = False
+    maps_regions = False
+
+    def server(self, faults: FaultPlan | None = None, **options: Any) -> ServerTransport:
+        return TcpServerTransport("127.0.0.1", 0, faults=faults, **options)
+
+    def client(self) -> ClientTransport:
+        return TcpClientTransport()
+
+    def raw_connect(self, address: Address) -> SocketStream:
+        return SocketStream(socket.create_connection(address))
+
+    def raw_listener(self) -> tuple[socket.socket, Address]:
+        listener = socket.create_server(("127.0.0.1", 0), backlog=64)
+        listener.setblocking(False)
+        return listener, listener.getsockname()
 
 
 @dataclass
@@ -145,7 +171,13 @@ def _laid_out(offset: int, extents: tuple[Extent, ...]) -> Iterator[tuple[int, E
         offset += extent.length
 
 
-async def drive(connection: ClientConnection, ended: list[BaseException | None]) -> None:
+class Driven(Protocol):
+    """A connection, or what one is made of."""
+
+    async def run(self) -> None: ...
+
+
+async def drive(connection: Driven, ended: list[BaseException | None]) -> None:
     """Run a connection and note how it ended."""
     try:
         await connection.run()
@@ -241,5 +273,5 @@ def server_process(transport: str, **options: Any) -> Iterator[ServerProcess]:
         process.stdout.close()
 
 
-FACTORIES: dict[str, TransportFactory] = {"loopback": LoopbackFactory()}
+FACTORIES: dict[str, TransportFactory] = {"loopback": LoopbackFactory(), "tcp": TcpFactory()}
 """Every transport that takes part in the contract suite."""

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from benchmarks.bench_control import summary
 from benchmarks.bench_loopback import measure_case
 from benchmarks.geometry import MIN_WORKING_SET_BYTES, SIZES, KeyRing, Shape
 from benchmarks.report import BASELINE, group, medians, ratios, report
@@ -178,3 +179,17 @@ def test_medians_keep_one_row_per_case_that_is_a_row_again() -> None:
     (again,) = read_rows(stream.getvalue().splitlines())
     assert again == ours
     assert "0.25" in report([baseline, ours]), "the report reads them as well"
+
+
+def test_the_control_summary_divides_by_the_echo_of_the_same_round() -> None:
+    def made(peer: str, number: int, latency_us: int) -> dict[str, object]:
+        measured = Measurement([latency_us * 1000] * 10, 1.0, 0.001, 0.002)
+        return make_row(Case(peer, "exists", 0, 64, 1, "off", number), measured, 0.5)
+
+    latencies = {1: (10, 40), 2: (20, 40), 3: (10, 50)}
+    rows = [made("limit-echo", number, echo) for number, (echo, _) in latencies.items()]
+    rows += [made("ours", number, ours) for number, (_, ours) in latencies.items()]
+    _, echo, ours = summary(rows).splitlines()
+    assert echo.endswith("1.00 (1.00-1.00)")
+    assert ours.startswith("ours exists 1 40.0 40.0 ")
+    assert ours.endswith(" 4.00 (2.00-5.00)")

@@ -10,17 +10,24 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 from click.testing import CliRunner, Result
 
 from memkv_vllm import __version__
-from memkv_vllm.cli import LineFormatter, main, read_or_make_key
+from memkv_vllm.cli import main, read_or_make_key
 from memkv_vllm.errors import EnvironmentFault
+from memkv_vllm.observe import LineFormatter
+from memkv_vllm.protocol.auth import Credentials
+from memkv_vllm.protocol.session import PeerKind
+from memkv_vllm.transports.registry import client_transport
+from memkv_vllm.types import Deadline
 
 HEX_KEY = re.compile(r"[0-9a-f]{64}")
 
@@ -255,6 +262,22 @@ def test_dev_server_uses_the_same_key_again(tmp_path: Path) -> None:
         with dev_server(tmp_path):
             keys.append((tmp_path / "memkv" / "dev.key").read_text())
     assert keys[0] == keys[1]
+
+
+@pytest.mark.parametrize("transport", ["tcp", "loopback"])
+def test_one_port_serves_every_transport(tmp_path: Path, transport: str) -> None:
+    with dev_server(tmp_path) as (_, lines):
+        host, _, port = lines[-1].split()[1].removeprefix("address=").rpartition(":")
+        key = bytes.fromhex((tmp_path / "memkv" / "dev.key").read_text().strip())
+
+        async def ask() -> None:
+            deadline = Deadline(time.monotonic() + 10)
+            client = client_transport(transport)
+            connection = await client.connect(host, int(port), Credentials(key), PeerKind.TOOL, deadline)
+            assert connection.alive
+            await connection.aclose()
+
+        anyio.run(ask)
 
 
 def test_a_second_server_on_the_same_address_says_so(tmp_path: Path) -> None:

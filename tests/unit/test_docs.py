@@ -13,6 +13,7 @@ import pytest
 
 from memkv_vllm.cli import main
 from memkv_vllm.config import ENVIRONMENT, DirectConfig, load_server_config, parse_extra_config
+from memkv_vllm.store.admin.families import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md")])
@@ -35,8 +36,12 @@ def test_commands_and_their_options_exist(page: Path) -> None:
             # "the memkv store" in prose; a command would be in a code span or block.
             assert not re.search(rf"(`|^)memkv {name}", page.read_text(encoding="utf-8"), re.MULTILINE), name
             continue
-        known = {option for parameter in command.params for option in parameter.opts}
         assert isinstance(command, click.Command)
+        subcommand = rest.split()[0] if rest.split() else ""
+        if isinstance(command, click.Group) and re.fullmatch("[a-z]+", subcommand):
+            assert subcommand in command.commands, f"memkv {name} {subcommand}"
+            command = command.commands[subcommand]
+        known = {option for parameter in command.params for option in parameter.opts}
         assert set(re.findall(r"(?<!\S)--[a-z-]+", rest.split("#")[0])) <= known | {"--help"}
 
 
@@ -54,8 +59,9 @@ def test_settings_exist(page: Path) -> None:
     assert set(re.findall(r"\bMEMKV_[A-Z_]*[A-Z]\b", text)) <= variables
     fields = {f"memkv_{name}" for name in DirectConfig.model_fields}
     ours = {"memkv_vllm", "memkv_loopback", "memkv_loopback_factory"}
+    metrics = {family.name for family in FAMILIES}
     named = set(re.findall(r"(?<![:\w])memkv_[a-z_]*[a-z]\b", text))
-    assert named <= fields | ours, named - fields - ours
+    assert named <= fields | ours | metrics, named - fields - ours - metrics
 
 
 @every_page
@@ -65,12 +71,12 @@ def test_named_files_exist(page: Path) -> None:
 
 
 def test_the_server_yaml_of_the_operator_page_loads(tmp_path: Path) -> None:
-    (yaml,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/operator.md").read_text(encoding="utf-8"), re.DOTALL)
-    key = tmp_path / "key"
-    key.write_text("ab" * 32)
-    key.chmod(0o600)
+    (yaml,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/operate.md").read_text(encoding="utf-8"), re.DOTALL)
+    for name in ("key", "admin.token"):
+        (tmp_path / name).write_text("ab" * 32)
+        (tmp_path / name).chmod(0o600)
     config = tmp_path / "server.yaml"
-    config.write_text(yaml.replace("/etc/memkv/key", str(key)))
+    config.write_text(yaml.replace("/etc/memkv/", f"{tmp_path}/"))
     assert load_server_config(config).memory.max_size == 64 << 30
 
 

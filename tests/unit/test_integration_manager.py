@@ -121,6 +121,35 @@ def test_an_unreachable_server_is_a_miss_for_a_second(driver: Driver) -> None:
     assert driver.settled(1) is HIT
 
 
+def test_a_server_that_went_takes_the_trust_in_hits_with_it(driver: Driver) -> None:
+    """P084: it was replaced by an empty one. No hit of before is promised to vLLM, and its blocks are stored again."""
+    driver.hold(1, 2)
+    assert (driver.settled(1), driver.settled(2)) == (HIT, HIT)
+    assert driver.manager.prepare_store([key(1), key(2)], request("s")).keys_to_store == []
+    driver.now += 1
+    driver.prober.present.clear()
+    driver.hold(2)
+    driver.prober.servers_lost += 1
+    assert (driver.lookup(1, "later"), driver.lookup(2, "later")) == (RETRY, RETRY)
+    driver.now += 0.1
+    driver.step()
+    driver.now += 0.1
+    assert (driver.lookup(1, "later"), driver.lookup(2, "later")) == (MISS, HIT)
+    assert driver.manager.prepare_store([key(1), key(2)], request("s")).keys_to_store == [key(1)]
+    driver.now += 1
+    assert driver.lookup(2, "even later") is HIT, "once, not for ever"
+
+
+def test_answers_from_before_a_loss_are_not_trusted(driver: Driver) -> None:
+    """They lay in the queue while the server went: read after the loss, they are as old as it."""
+    driver.hold(1)
+    driver.lookup(1)
+    driver.step()
+    driver.prober.servers_lost += 1
+    driver.now += 0.1
+    assert driver.lookup(1) is RETRY
+
+
 def lookup_cost_s(known: int) -> float:
     """CPU seconds of one lookup among ``known`` known blocks: the best of several rounds."""
     import time

@@ -126,6 +126,7 @@ def test_it_starts_with_all_servers_down(caplog: pytest.LogCaptureFixture) -> No
     try:
         assert "rank=1 tensors=2 layers/block=2 value=0.002MiB threads=4 chunk=64 scratch=0.5MiB" in caplog.text
         assert "transport=loopback servers=127.0.0.1:1" in caplog.text
+        assert worker._engine._core.client._settings.rail == 1, "each rank prefers a rail of its own"
         key, ctx = bytes(36), SimpleNamespace(req_id="a")
         answer = LookupResult.RETRY
         while answer is LookupResult.RETRY:

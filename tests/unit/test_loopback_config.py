@@ -30,9 +30,7 @@ def test_the_limits_reach_the_transport() -> None:
 @pytest.mark.parametrize(
     ("section", "name"),
     [
-        ({"network": {"admin_address": "127.0.0.1:9901"}}, "network.admin_address"),
-        ({"storage": {"eviction": {"high_watermark": 0.99}}}, "storage.eviction.high_watermark"),
-        ({"storage": {"eviction": {"low_watermark": 0.5}}}, "storage.eviction.low_watermark"),
+        ({"rdma": {"gid_index": 3}}, "rdma.gid_index"),
         ({"rdma": {"devices": ["mlx5_0"]}}, "rdma.devices"),
         ({"rdma": {"mtu": 4096}}, "rdma.mtu"),
     ],
