@@ -159,8 +159,11 @@ class DiskIndex:
             content.records.move_to_end(entry.location)
         return FetchResult(Status.OK, _record(entry), entry.location, entry.offset, entry.generation)
 
-    def end_fetch(self, generation: int, outcome: FetchOutcome) -> None:
+    def end_fetch(self, generation: int, outcome: FetchOutcome) -> bool:
         """The fetch has ended: nothing writes into its extent any more.
+
+        Returns:
+            whether the arena alone holds the value now: its record was reclaimed while it was read.
 
         Raises:
             LocalProtocolError: no such fetch.
@@ -174,17 +177,18 @@ class DiskIndex:
             if outcome is FetchOutcome.ARRIVED:
                 content.arrived(entry)
                 content.counters.fetches += 1
-                return
+                return entry.location is None
             if outcome is FetchOutcome.UNDONE and entry.location is not None:
                 entry.move(EntryEvent.UNFETCH)
                 content.free_extent(entry)
                 content.counters.fetches_undone += 1
-                return
+                return False
             content.counters.disk_lost += 1
         if entry.state is _FETCHING:
             content.remove(entry)
         entry.move(EntryEvent.LAST_UNPIN)
         content.release(entry)
+        return False
 
     # What the disk tells
 

@@ -91,6 +91,7 @@ class Fetches:
         limits: ``max_fetches``, ``max_waiting_fetches``, and ``transfer_timeout_s`` for each read.
         counters: counts by reason are added here.
         clock: seconds on the clock of ``Deadline``.
+        offer: takes key and generation of a value that came back and lost its record meanwhile: to be written again.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class Fetches:
         limits: LimitsConfig,
         counters: Counter[str],
         clock: Callable[[], float],
+        offer: Callable[[bytes, int], None],
     ) -> None:
         self._table = table
         self._disk = table.disk
@@ -109,6 +111,7 @@ class Fetches:
         self._limits = limits
         self._counters = counters
         self._clock = clock
+        self._offer = offer
         self._fetches: dict[bytes, _Fetch] = {}
         self._lines: dict[int, _Line] = {}
         """By drive."""
@@ -218,7 +221,8 @@ class Fetches:
                 try:
                     outcome = await self._read(begun)
                 finally:
-                    self._disk.end_fetch(begun.generation, outcome)
+                    if self._disk.end_fetch(begun.generation, outcome):
+                        self._offer(fetch.key, begun.generation)
         finally:
             self._count(fetch, -1)
             del self._fetches[fetch.key]

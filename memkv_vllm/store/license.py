@@ -72,7 +72,10 @@ class LicenseVerifier:
         claims = self._claims(token)
         begins_s, ends_s = _time_of(claims, "nbf", -math.inf), _time_of(claims, "exp", math.inf)
         if now_s + self._leeway_s < begins_s:
-            raise LicenseError(f"the license is not valid before {_shown(begins_s)}; here it is {_shown(now_s)}")
+            raise LicenseError(
+                f"the license is not valid before {_shown(begins_s)}; here it is {_shown(now_s)}: "
+                f"wait, or set this host's clock"
+            )
         if now_s - self._leeway_s >= ends_s:
             raise LicenseError(f"the license has expired on {_shown(ends_s)}; here it is {_shown(now_s)}: renew it")
         return ends_s + self._leeway_s

@@ -84,15 +84,18 @@ class Residency:
         self._limits = limits
         self._counters = counters
         self._clock = clock
-        self._rounded = allocator.rounded
-        self._max_write_bytes = allocator.size // _ARENA_PART
+        self._rounded, self._arena_bytes = allocator.rounded, allocator.size
+        self._max_write_bytes = self._arena_bytes // _ARENA_PART
         max_fetch_bytes = min(limits.max_fetch_bytes, allocator.size // _ARENA_PART)
-        self._fetches = Fetches(table, log, max_fetch_bytes, limits, counters, clock)
+        self._fetches = Fetches(table, log, max_fetch_bytes, limits, counters, clock, self.offer)
         self._writes: dict[int, int] = {}
         """Bytes of the arena of each accepted write, by generation."""
         self._write_bytes = 0
         self._unwritten: deque[tuple[bytes, int]] = deque()
         """``(key, generation)`` of values that wait for room in write-behind, the oldest first."""
+        self._rewrites = 0
+        """Reclaimed values that may be written again: one for each that is new, so that drives which hold less than the
+        arena do not write for ever."""
         self._something_to_do = anyio.Event()
         self._written = anyio.Event()
         self._tasks: TaskGroup | None = None
@@ -172,6 +175,7 @@ class Residency:
 
     def offer(self, key: bytes, generation: int) -> None:
         """A value was committed: it is written behind, as soon as there is room for it there."""
+        self._rewrites = min(self._rewrites + 1, self._limits.max_waiting_writes)
         if not self._unwritten and self._write(key, generation):
             return
         # With nothing under way nothing will make room: the log has no drive in service, or none that is large enough.
@@ -206,8 +210,10 @@ class Residency:
 
     def _on_reclaimed(self, locations: Sequence[Location]) -> None:
         """What the arena still holds is in use, or was lately: it is written again, lest its eviction lose it."""
-        room, kept = self._limits.max_waiting_writes - len(self._unwritten), self._disk.reclaimed(locations)
+        kept = self._disk.reclaimed(locations)
+        room = min(self._rewrites, self._limits.max_waiting_writes - len(self._unwritten))
         self._unwritten.extend(kept[:room])
+        self._rewrites -= len(kept[:room])
         self._counters["disk_write_delayed"] += len(kept[:room])
         self._counters["disk_write_shed"] += len(kept[room:])
         if self._unwritten:
@@ -325,6 +331,13 @@ class Residency:
     def _tell_recovered(self, num_values: int, elapsed_s: float) -> None:
         counters = self._table.statistics().counters
         logger.info("disk.recovered values=%d elapsed_s=%.1f", num_values, elapsed_s)
+        if (capacity := self._log.statistics()["capacity"]) < self._arena_bytes:
+            logger.warning(
+                "disk.smaller_than_arena capacity=%d arena=%d: what memory holds does not fit, so a restart finds "
+                "a part of it; raise storage.drives[].max_size or lower memory.max_size",
+                capacity,
+                self._arena_bytes,
+            )
         if counters.recovered_too_large:
             logger.warning(
                 "disk.values_unseen count=%d: larger than the arena, limits.max_value_bytes or the quota allow; "

@@ -257,6 +257,15 @@ async def test_a_medium_with_something_else_is_refused(tmp_path: Path, offset: i
     assert f"rm {tmp_path / 'a'}" in message
 
 
+@pytest.mark.parametrize("blocks", [0, 1])
+async def test_a_small_file_of_somebody_else_is_refused_and_left_alone(tmp_path: Path, blocks: int) -> None:
+    """It has no first block, or no second, that could be looked at."""
+    content = bytes(blocks * 4096) + b"127.0.0.1 localhost\n"
+    (tmp_path / "a").write_bytes(content)
+    await refused(storage([tmp_path / "a"]), f"holds {len(content)} bytes that are no memkv store")
+    assert (tmp_path / "a").read_bytes() == content
+
+
 async def test_a_blank_file_is_formatted(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(bytes(2 * MIB))
     await filled(storage([tmp_path / "a"]))

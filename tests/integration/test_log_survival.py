@@ -163,3 +163,25 @@ async def test_what_was_refused_stays_in_the_arena_alone() -> None:
         gate.open()
         await held.log.flush()
     assert await survivors(config, host) == {WAITING, LOGGED, SEALED}
+
+
+@pytest.mark.parametrize("sync", ["none", "batch"])
+async def test_values_that_a_power_loss_tore_do_not_cost_the_drive(sync: str) -> None:
+    """Without sync, that is: then the index of a segment may be there and its values not."""
+    host = FakeHost()
+    config = settings(sync, max_drive_errors=4)
+    async with opened(config, open_medium=host.open) as held:
+        await fill(held)
+    async with opened(config, open_medium=host.open) as held:  # by now all segments are sealed
+        geometry = held.log._drives[0].segments.geometry
+        for _, location in held.values[:6]:
+            torn = geometry.at(location.segment, 0) + location.offset + 4096
+            host.disks[ONE].volatile[torn : torn + 512] = bytes(512)
+        read = [await held.get(record, location) for record, location in held.values]
+        assert read[:6] == [None] * 6
+        if sync == "none":
+            assert None not in read[6:]
+            assert held.counters["read_wrong"] == 6
+            assert held.log.health() == []
+        else:
+            assert "out of service" in held.log.health()[0]

@@ -182,6 +182,19 @@ async def test_a_full_drive_keeps_accepting_and_what_it_lost_is_a_miss(tmp_path:
         assert here.count("put_no_space") == 0
 
 
+async def test_drives_that_hold_less_than_the_arena_are_named_and_not_written_for_ever(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with site(slots=256, storage=drives(tmp_path, max_size="16 MiB")) as here:
+        assert "disk.smaller_than_arena" in caplog.text
+        client = await here.connect()
+        for block in range(200):
+            await put(client, block)
+        await here.until(lambda: not here.state("table")["writing"])
+        # Each new value pays for at most one that is written again because its record had to go.
+        assert here.state("disk")["counters"]["records_written"] <= 400
+
+
 async def test_more_values_on_disk_than_entries_start_with_the_newest(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

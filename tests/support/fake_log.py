@@ -98,13 +98,13 @@ class FakeLog:
         self.reads.append(record.key)
         self.reading += 1
         self.most_reading = max(self.most_reading, self.reading)
+        stored = self.medium.records.get(location)  # now: what is being read is not overwritten
         try:
             await anyio.lowlevel.checkpoint()
             if self.gate is not None and self.gated_drive in (None, location.drive):
                 await self.gate.wait()
             if self.error is not None:
                 raise self.error
-            stored = self.medium.records.get(location)
             if stored is None or stored[0] != record or location in self.lost:
                 return False
             assert self.arena is not None
@@ -156,7 +156,7 @@ class FakeLog:
         self.write()
 
     def statistics(self) -> dict[str, Any]:
-        return {"records": len(self.medium.records)}
+        return {"records": len(self.medium.records), "capacity": 1 << 40}
 
     def health(self) -> list[str]:
         return ["drive /dev/fake: I/O error"] if self.broken else []

@@ -450,6 +450,50 @@ async def test_a_reclaimed_record_of_a_value_that_is_in_memory_is_written_again(
         assert await get(rig, peer, 1) == [Status.OK]
 
 
+async def test_a_record_reclaimed_while_it_is_read_is_written_again() -> None:
+    log = FakeLog()
+    async with store(log) as rig:
+        peer = await rig.connect()
+        await put_on_disk(rig, peer, 1)
+        log.gate = anyio.Event()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(get, rig, peer, 1)
+            await anyio.wait_all_tasks_blocked()
+            log.reclaim(*log.medium.records)
+            log.gate.set()
+        await anyio.wait_all_tasks_blocked()
+        assert [record.key for record, _ in log.medium.records.values()] == [make_key(1)]
+        assert await get(rig, peer, 1) == [Status.OK]
+
+
+class SmallLog(FakeLog):
+    """A log whose drives hold ``capacity`` records: the oldest one makes room."""
+
+    capacity = 4
+    enough = 200
+    """Writes after which it stops to reclaim, so that a store that would write for ever ends its test."""
+
+    def write(self) -> None:
+        super().write()
+        while len(self.medium.records) > self.capacity and self.medium.written < self.enough:
+            self.reclaim(next(iter(self.medium.records)))
+
+
+async def test_drives_that_hold_less_than_the_arena_are_not_written_for_ever() -> None:
+    """What is written again takes the place of what would be written again: each new value pays for one rewrite."""
+    log = SmallLog()
+    async with store(log) as rig:
+        peer = await rig.connect()
+        await put(rig, peer, *range(8))
+        await anyio.wait_all_tasks_blocked()
+        assert 8 <= log.medium.written <= 16
+        assert await get(rig, peer, *range(8)) == [Status.OK] * 8
+        written = log.medium.written
+        await put(rig, peer, 8)
+        await anyio.wait_all_tasks_blocked()
+        assert written < log.medium.written <= written + 2
+
+
 async def test_deleted_values_are_forgotten_on_disk() -> None:
     log = FakeLog()
     async with store(log) as rig:

@@ -14,6 +14,8 @@ __all__ = ["MAX_BODY_BYTES", "BadRequest", "parse"]
 
 MAX_BODY_BYTES = 4096
 """The longest valid body has about a hundred."""
+MAX_SHOWN_CHARS = 80
+"""Of a wrong value in a message: a namespace and a little more."""
 
 
 class BadRequest(Exception):
@@ -45,4 +47,6 @@ def parse(name: str, body: bytes) -> Any:
     try:
         return command.check(given[command.argument])
     except ValueError:
-        raise BadRequest(f"{command.argument} has a value that is not allowed", wanted) from None
+        seen = json.dumps(given[command.argument])
+        seen = seen if len(seen) <= MAX_SHOWN_CHARS else seen[:MAX_SHOWN_CHARS] + "..."
+        raise BadRequest(f"{command.argument} = {seen} is not allowed", wanted) from None

@@ -138,7 +138,7 @@ class AdminServer:
 
     @staticmethod
     def _reported(server: StoreServer) -> list[Reason]:
-        step = "see the log of the server; replace what is named"
+        step = "do what the detail says; the log of the server has more"
         return [Reason("disk", line, step) for line in server.health()]
 
     def _statistics(self) -> dict[str, Any]:

@@ -270,13 +270,13 @@ class _Transfer(Protocol):
 def _explained(path: Path, error: OSError) -> str:
     reason = errno.errorcode.get(error.errno or 0, "")
     if reason in ("EAGAIN", "EBUSY"):
-        what = "is in use by another process, mounted, or part of a volume"
+        what = "is in use by another process, mounted, part of a volume, or named twice in storage.drives"
         return f"storage: {path} {what}; stop the other server, or find who has it with: lsblk, fuser -v {path}"
     fixes = {
         "EACCES": "give this user the right to read and write it",
         "EPERM": "give this user the right to read and write it",
         "ENOENT": "make its folder first",
-        "EROFS": "mount the file system for writing",
+        "EROFS": "mount the file system for writing (a systemd unit needs ReadWritePaths= for it, too)",
         "ENOSPC": "free some space there, or use another place",
     }
     fix = fixes.get(reason, "check the drive (dmesg, smartctl) or use another place")

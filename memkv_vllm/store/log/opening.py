@@ -68,6 +68,9 @@ def look(medium: Medium, size: int) -> Found:
         best = max(copies, key=lambda block: (block.generation, block.complete))
         return Found(name, best, size, damaged=copies != [best] * SUPERBLOCK_COPIES)
     what = foreign_content(beginning)
+    if what is None and has % BLOCK_BYTES and not medium.block_device:
+        # Its last bytes cannot be looked at past the page cache; a file of ours has whole blocks.
+        what = f"{has} bytes that are no memkv store"
     if what is not None:
         if superblock_version(beginning) is not None:
             if not any(beginning[SUPERBLOCK_COPIES * BLOCK_BYTES :]):

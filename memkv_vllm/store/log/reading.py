@@ -63,6 +63,7 @@ class Reader:
         if segment is None:
             counters["read_gone"] += 1
             return False
+        recovered = segment.recovered
         self._segments.begin_read(segment)
         try:
             result = await self._worker.read(
@@ -79,7 +80,8 @@ class Reader:
         if result is ReadResult.OK:
             counters["read_bytes"] += record.length
             segment.mark_used(location.offset // BLOCK_BYTES)
-        elif result is ReadResult.WRONG:
+        elif result is ReadResult.WRONG and (self._shared.sync or not recovered):
+            # Else a power loss may have torn it: many such values must not cost the drive, and thereby all others.
             self._worker.count("read_wrong_bytes", f"{self._place.medium.name}: wrong bytes at {location}")
         return result is ReadResult.OK
 

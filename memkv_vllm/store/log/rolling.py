@@ -49,7 +49,6 @@ class Roller:
             await self._seal()
         self._opened += 1
         if self.full_file_system and self._opened % OFFER_EVERY == 0:
-            self.full_file_system = False
             self._segments.offer()
         patience = DRAIN_PAUSES
         while (segment := self._segments.next_free()) is None or not await self._start(segment):
@@ -88,16 +87,18 @@ class Roller:
         try:
             if await self._worker.write("write", work):
                 segment.incarnation = 1
+                self.full_file_system = False
                 return True
         except OSError:
             self._segments.spoil_free(segment)
             return False
-        self.full_file_system = True
         self._shared.counters["file_system_full"] += 1
-        logger.warning(
-            "drive.file_system_full media=%s: its file system has no space for another segment of %d bytes; older "
-            "values make room. Free some space, or lower max_size", self._place.medium.name, geometry.segment_bytes,
-        )  # fmt: skip
+        if not self.full_file_system:  # once: it is asked again and again under load
+            logger.warning(
+                "drive.file_system_full media=%s: its file system has no space for another segment of %d bytes; older "
+                "values make room. Free some space, or lower max_size", self._place.medium.name, geometry.segment_bytes,
+            )  # fmt: skip
+        self.full_file_system = True
         self._segments.withhold()
         return False
 

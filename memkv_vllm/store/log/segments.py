@@ -59,11 +59,12 @@ class Segment:
         oldest: lowest sequence number of any record in it.
         newest: highest one.
         readers: reads that are going on.
+        recovered: its records were found by the start, and not written since.
     """
 
     __slots__ = (
         "_blocks", "_flags", "_starts", "_totals", "incarnation", "live_bytes", "live_records", "newest", "next_block",
-        "number", "oldest", "readers", "state",
+        "number", "oldest", "readers", "recovered", "state",
     )  # fmt: skip
 
     def __init__(self, number: int, totals: Totals, incarnation: int = 0) -> None:
@@ -84,6 +85,7 @@ class Segment:
         self._starts, self._blocks, self._flags = array("I"), array("I"), bytearray()
         self._count(-self.live_records, -self.live_bytes, 1)
         self.oldest = self.newest = 0
+        self.recovered = False
 
     def load(self, starts: bytes, blocks: bytes, dead: bytes, oldest: int, newest: int) -> None:
         """Takes a whole segment's records, as arrays of the machine's ``uint32`` and of one byte each."""
@@ -93,6 +95,7 @@ class Segment:
         live = [count for count, flag in zip(self._blocks, dead, strict=True) if not flag]
         self._count(len(live), sum(live) * BLOCK_BYTES, self._starts[-1] + self._blocks[-1] if self._starts else 1)
         self.oldest, self.newest = oldest, newest
+        self.recovered = True
 
     def add(self, start: int, blocks: int, sequence: int, *, dead: bool = False) -> None:
         """Notes a record behind all others. A dead one only takes room."""
@@ -146,6 +149,8 @@ class Segment:
 
     def dead_starts(self) -> list[int]:
         """Where the dead records start."""
+        if self.live_records == len(self._starts):
+            return []  # most segments, and a snapshot of the journal asks all of them
         return [start for start, flags in zip(self._starts, self._flags, strict=True) if flags & _DEAD]
 
 
