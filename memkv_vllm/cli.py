@@ -46,7 +46,8 @@ class _Group(click.Group):
             known = find_known(error)
             if known is None:
                 raise
-            click.echo(f"memkv: {known}", err=True)
+            text = str(known)
+            click.echo(text if text.startswith("memkv ") else f"memkv: {text}", err=True)
             ctx.exit(2 if isinstance(known, ConfigError) else 1)
 
 

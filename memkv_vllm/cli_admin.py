@@ -7,6 +7,8 @@ said too), 2 wrong settings or arguments. A server that does not answer by the d
 from __future__ import annotations
 
 import json
+import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +29,8 @@ __all__ = ["admin"]
 DEFAULT_TIMEOUT_S = 10.0
 MAX_ANSWER_BYTES = 64 << 20
 """A store of 100,000 namespaces answers with some 20 MiB."""
+TOKEN_STEP = "name a file with the token of that server's network.admin_token_file: --token-file FILE"
+"""What the server says to do is for who speaks HTTP."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,8 @@ class Answer:
         reasons = self.body.get("reasons")
         if isinstance(reasons, list):
             return "; ".join(f"{reason['reason']}: {reason['detail']} ({reason['next_step']})" for reason in reasons)
-        return f"{self.body.get('error', 'an answer without a reason')}; {self.body.get('next_step', 'see its log')}"
+        step = TOKEN_STEP if self.status == 401 else self.body.get("next_step", "see its log")
+        return f"{self.body.get('error', 'an answer without a reason')}; {step}"
 
 
 @dataclass(frozen=True)
@@ -137,7 +142,8 @@ async def _ask(
     import aiohttp
     import anyio
 
-    step = "is it running, and is this its admin address (by default the clients' port + 1)?"
+    which = "is this its admin address (by default the clients' port + 1)?"
+    step = f"is it running, and {which}"
     try:
         with anyio.fail_after(timeout_s):
             async with session.request(method, url, json=body, allow_redirects=False) as response:
@@ -150,18 +156,31 @@ async def _ask(
         return Answer(
             server, 0, {"error": f"its certificate is not trusted: {error.certificate_error}", "next_step": step}
         )
+    except aiohttp.ClientSSLError as error:
+        step = f"if the server has no network.tls_cert, leave out --tls-ca; {which}"
+        return Answer(server, 0, {"error": f"no TLS with it: {error.strerror or error}", "next_step": step})
     except aiohttp.ServerDisconnectedError:
-        step = "if the server has TLS, give --tls-ca; else see its log"
+        step = f"{which} If the server has TLS, give --tls-ca; else see its log"
         return Answer(server, 0, {"error": "it ended the connection without an answer", "next_step": step})
-    except (aiohttp.ClientError, OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        return Answer(server, 0, {"error": f"cannot be asked: {reason}", "next_step": step})
+    except (aiohttp.ClientError, OSError) as error:
+        return Answer(server, 0, {"error": f"cannot be asked: {_reason(error)}", "next_step": step})
+    except ValueError:
+        return Answer(server, 0, {"error": "its answer is no JSON object", "next_step": which})
+
+
+def _reason(error: Exception) -> str:
+    """The system's word for it; asyncio's own text of a failed connect has the address alone."""
+    number = getattr(error, "errno", None)
+    if isinstance(number, int) and number > 0:
+        return os.strerror(number)
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 def _object(text: bytes) -> dict[str, Any]:
+    """The JSON object in ``text``; ValueError when it is something else."""
     answer = json.loads(text)
     if not isinstance(answer, dict):
-        raise ValueError("its answer is no JSON object; is this a memkv server?")
+        raise ValueError
     return answer
 
 
@@ -386,5 +405,8 @@ def reset(options: Options, namespace: str) -> None:
 
     Exit status 0 only if every server confirmed it: until then a value of before may still be served.
     """
+    if not re.fullmatch(r"[0-9A-Fa-f]{64}", namespace):
+        seen = f"NAMESPACE {namespace[:80]}: expected 64 hexadecimal characters, got {len(namespace)} characters"
+        raise click.UsageError(f"{seen}; memkv admin namespaces lists those of each server")
     answers = ask_all(options, "POST", "/v1/reset", {"namespace": namespace})
     tell(answers, options, _command_rows(("values hidden", lambda body: str(body["hidden"]))))

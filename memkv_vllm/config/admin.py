@@ -1,7 +1,7 @@
 """Whom ``memkv admin`` talks to, and what a service manager tells a server through the environment."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,7 +55,7 @@ def load_admin_targets(
     try:
         addresses = _addresses(servers, environ)
     except Reject as error:
-        problems += [part.line() for part in error.parts] or [Problem("servers", error.expected, error.fix).line()]
+        problems += [part.line() for part in error.parts]
     except ConfigError as error:
         problems += error.problems
     file = str(token_file) if token_file is not None else environ.get(ADMIN_TOKEN_FILE_VARIABLE)
@@ -64,24 +64,43 @@ def load_admin_targets(
             token = parse_admin_token(sources.read_small_file(Path(file), "a file with the token"))
             sources.warn_if_readable_by_others(Path(file))
     except Reject as error:
-        problems.append(Problem("token", error.expected, error.fix).line())
+        name = ADMIN_TOKEN_FILE_VARIABLE if token_file is None else "--token-file"
+        problems.append(Problem(name, error.expected, error.fix, file).line())
     if problems:
         raise ConfigError(_SOURCE, problems)
     return AdminTargets(addresses, token)
 
 
 def _addresses(servers: tuple[str, ...], environ: Mapping[str, str]) -> tuple[RailAddress, ...]:
+    """The addresses; a Reject has a problem for each that cannot be used, under the name of where it stands."""
     given: object = list(servers) or split_list(environ.get(ADMIN_SERVERS_VARIABLE, ""))
     if isinstance(given, list) and given:
-        return tuple(dict.fromkeys(parse_address(text, default_port=None) for text in given))
+        return _parsed("--server" if servers else ADMIN_SERVERS_VARIABLE, given)
     path = environ.get(CONFIG_VARIABLE)
     data: object = sources.read_yaml(Path(path)).get("servers") if path else None
+    name = f"servers (from {path})" if data else SERVERS_VARIABLE
     data = data or environ.get(SERVERS_VARIABLE)
     if not data:
-        raise Reject(
-            "no server is named", f"give --server HOST:PORT, or set {ADMIN_SERVERS_VARIABLE} or {SERVERS_VARIABLE}"
-        )
-    return tuple(_next_port(server.rails[0]) for server in parse_servers(data))
+        step = f"give --server HOST:PORT, or set {ADMIN_SERVERS_VARIABLE} or {SERVERS_VARIABLE}"
+        raise Reject(parts=[Problem("servers", "no server is named", step)])
+    try:
+        return tuple(_next_port(server.rails[0]) for server in parse_servers(data))
+    except Reject as error:
+        parts = error.parts or (Problem("", error.expected, error.fix, data),)
+        raise Reject(parts=[part._replace(key=name + part.key) for part in parts]) from None
+
+
+def _parsed(name: str, given: Iterable[str]) -> tuple[RailAddress, ...]:
+    addresses: dict[RailAddress, None] = {}
+    parts = []
+    for text in given:
+        try:
+            addresses[parse_address(text, default_port=None)] = None
+        except Reject as error:
+            parts.append(Problem(name, error.expected, error.fix or "give the server's admin address", text))
+    if parts:
+        raise Reject(parts=parts)
+    return tuple(addresses)
 
 
 def _next_port(address: RailAddress) -> RailAddress:

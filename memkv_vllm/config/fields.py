@@ -205,6 +205,8 @@ def _split_port(text: str) -> tuple[str, str | None]:
     bracketed = re.fullmatch(r"\[([^\[\]]+)\](?::(.*))?", text)
     if bracketed:
         return bracketed[1], bracketed[2]
+    if "://" in text:
+        raise Reject("expected host:port", "leave out the scheme and any path")
     if text.count(":") > 1:
         raise Reject("expected host:port", "put an IPv6 address in brackets: [2001:db8::1]:9900")
     host, colon, port = text.partition(":")

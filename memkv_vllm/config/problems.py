@@ -7,6 +7,7 @@ Validators raise :class:`Reject`; :func:`problems_of` turns what pydantic collec
 import difflib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 from enum import Enum
 from typing import Annotated, NamedTuple, get_args, get_origin
 
@@ -81,7 +82,7 @@ def shown(value: object) -> str:
     if isinstance(value, str | int | float | bool):
         text = repr(value)
     elif isinstance(value, list | tuple) and all(isinstance(item, str | int | float) for item in value):
-        text = repr(list(value))
+        text = repr([item.value if isinstance(item, Enum) else item for item in value])
     else:
         return "nothing" if value is None else f"a {'mapping' if isinstance(value, Mapping) else type(value).__name__}"
     text = redact(text)
@@ -177,6 +178,10 @@ def _default(field: FieldInfo) -> str:
     default = field.default
     if field.default_factory is not None or isinstance(default, BaseModel):
         return "it has a default"
+    if is_dataclass(default):  # an address: as it is written in the yaml
+        default = str(default)
+    elif isinstance(default, bytes):
+        default = default.hex()
     return "it is optional" if default is None or default == () else f"default {shown(default)}"
 
 

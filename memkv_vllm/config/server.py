@@ -32,6 +32,7 @@ from memkv_vllm.config.fields import (
     Settings,
     Size,
     Whole,
+    format_size,
 )
 from memkv_vllm.config.problems import Problem, Reject
 from memkv_vllm.errors import ConfigError
@@ -96,6 +97,14 @@ class KeyEntry(Settings):
 
     prefix: Annotated[bytes, PlainValidator(_hex_prefix), Kind("hex, at most 64 bytes"), DefaultText('`""`')] = b""
     """The rights hold for store keys that begin with these bytes; empty: for all."""
+
+
+def _overlap(one: RailAddress, other: RailAddress) -> bool:
+    """Whether only one of them can be listened on: the same port, of the same host or of every one of its family."""
+    if one.port != other.port or not one.port:
+        return False
+    every = {"0.0.0.0", "::"} & {one.host, other.host}
+    return one.host == other.host or (bool(every) and (":" in one.host) == (":" in other.host))
 
 
 class NetworkConfig(Settings):
@@ -168,8 +177,8 @@ class NetworkConfig(Settings):
         address = info.data.get("address")
         if address is not None and value is None and address.port == 65535:
             raise Reject("expected an address, as network.address has the last port", "set network.admin_address")
-        if address is not None and value == address and address.port:
-            raise Reject("expected another address than network.address", "leave it out for the next port")
+        if address is not None and value is not None and _overlap(address, value):
+            raise Reject(f"expected another port than network.address ({address})", "leave it out for the next port")
         return value
 
     @field_validator("auth_keys")
@@ -227,7 +236,7 @@ class MemoryConfig(Settings):
     @classmethod
     def _holds_a_block(cls, value: int, info: ValidationInfo) -> int:
         if value < info.data.get("block_size", 0):
-            raise Reject("expected at least memory.block_size")
+            raise Reject(f"expected at least memory.block_size (here {format_size(info.data['block_size'])})")
         return value
 
 
@@ -437,12 +446,11 @@ class LicenseConfig(Settings):
     """How far this host's clock may be off when `exp` and `nbf` are compared with it. NTP keeps within a second; a
     minute forgives a host that has just booted."""
 
-    @field_validator("leeway_s")
+    @field_validator("issuer", "audience")
     @classmethod
-    def _needs_the_key(cls, value: float, info: ValidationInfo) -> float:
-        given = [name for name in ("issuer", "audience") if info.data.get(name) is not None]
-        if given and info.data.get("public_key_file") is None and "public_key_file" in info.data:
-            raise Reject(f"expected license.public_key_file, for license.{given[0]} is given", "add it")
+    def _needs_the_key(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is not None and info.data.get("public_key_file", ...) is None:
+            raise Reject("expected license.public_key_file beside it: without, no license is asked for", "add it")
         return value
 
 

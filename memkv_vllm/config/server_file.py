@@ -20,13 +20,14 @@ def load_server_config(path: str | Path) -> ServerConfig:
     """
     path = Path(path)
     data = sources.without_empty(sources.read_yaml(path), ServerConfig)
-    problems = _read_key_files(path, data)
+    files, problems = _read_key_files(path, data)
     config: ServerConfig | None = None
     settled = {problem.key.replace("key_file", form) for problem in problems for form in ("key", "keys")}
     try:
         config = ServerConfig.model_validate(data)
     except ValidationError as error:
-        problems += [found for found in problems_of(error, ServerConfig) if found.key not in settled]
+        found = [problem for problem in problems_of(error, ServerConfig) if problem.key not in settled]
+        problems += [_of_its_file(problem, files) for problem in found]
     lines = [problem.line() for problem in problems]
     if config is not None:
         lines += _unreadable_files(config) + unsupported(config)
@@ -35,11 +36,17 @@ def load_server_config(path: str | Path) -> ServerConfig:
     return config
 
 
-def _read_key_files(path: Path, data: dict[str, Any]) -> list[Problem]:
-    """Puts the content of each key file in place of the key, in ``data``."""
+def _of_its_file(problem: Problem, files: Mapping[str, str]) -> Problem:
+    """The problem under the name of the setting that is in the yaml, with the file that holds the value."""
+    file = files.get(problem.key)
+    return problem if file is None else problem._replace(key=f"{problem.key}_file", seen=file)
+
+
+def _read_key_files(path: Path, data: dict[str, Any]) -> tuple[dict[str, str], list[Problem]]:
+    """Puts the content of each key file in place of the key, in ``data``; the files by the keys that they replaced."""
     network = data.get("network")
     if not isinstance(network, dict):
-        return []
+        return {}, []
     places: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
         (("network",), network, "auth_key"),
         (("network",), network, "admin_token"),
@@ -49,6 +56,7 @@ def _read_key_files(path: Path, data: dict[str, Any]) -> list[Problem]:
         if isinstance(entry, dict):
             places.append((("network", "auth_keys", str(key_id)), entry, "key"))
     problems: list[Problem] = []
+    files: dict[str, str] = {}
     for loc, section, name in places:
         file = section.get(f"{name}_file")
         if name in section:
@@ -59,10 +67,11 @@ def _read_key_files(path: Path, data: dict[str, Any]) -> list[Problem]:
                     raise Reject(f"expected only one of {name} and {name}_file", "remove one")
                 what = "a file with the token" if name == "admin_token" else "a file with 64 hex characters"
                 section[name] = sources.read_small_file(Path(file), what)
+                files[dotted([*loc, name])] = file
                 sources.warn_if_readable_by_others(Path(file))
             except Reject as error:
                 problems.append(Problem(dotted([*loc, f"{name}_file"]), error.expected, error.fix))
-    return problems
+    return files, problems
 
 
 def _unreadable_files(config: ServerConfig) -> list[str]:

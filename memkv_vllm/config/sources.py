@@ -69,7 +69,7 @@ def read_small_file(path: Path, what: str) -> str:
 def warn_if_readable_by_others(path: Path) -> None:
     """One warning when a file that holds a key can be read by every user of this host."""
     if path.stat().st_mode & stat.S_IROTH:
-        logger.warning("key file is readable by every user of this host: path=%s fix='chmod o-rwx %s'", path, path)
+        logger.warning("secret is readable by every user of this host: path=%s fix='chmod o-rwx %s'", path, path)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

@@ -80,7 +80,7 @@ class HostMemory:
         except (OSError, ValueError, OverflowError) as error:
             raise EnvironmentFault(
                 f"cannot make {length / 2**20:.1f} MiB of shared memory for {name}: {error}; "
-                f"lower its size or free memory on this host"
+                f"lower its size (a server's arena: memory.max_size) or free memory on this host"
             ) from error
         memory._advise(mmap.MADV_NOHUGEPAGE if hugepages == "off" else mmap.MADV_HUGEPAGE)
         return memory

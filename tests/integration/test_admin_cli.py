@@ -158,7 +158,7 @@ def test_a_reset_that_one_server_refuses_fails_and_names_it(token_file: Path, mo
         result = admin("reset", NAMESPACE.hex(), "--token-file", str(token_file), servers=addresses)
         assert result.exit_code == 1
         assert f"memkv: {servers[1].address}: drive /dev/x" in result.output
-        assert f"memkv: {dead}: cannot be asked" in result.output
+        assert f"memkv: {dead}: cannot be asked: Connection refused" in result.output
         assert result.output.count("done") == 2
         assert [complete(server) for server in servers] == [0, 1, 0]
 
@@ -186,6 +186,7 @@ def test_without_the_token_it_fails_and_says_where_it_comes_from(arguments: tupl
     with admin_threads(admin_config(), admin_config(network={"admin_token": None})) as (server, without):
         result = admin(*arguments, servers=[server.address])
         assert (result.exit_code, "no bearer token" in result.output) == (1, True)
+        assert "--token-file FILE" in result.output
         result = admin(*arguments, "--token-file", str(other), servers=[server.address])
         assert (result.exit_code, "not this server's" in result.output) == (1, True)
         assert "another-token" not in result.output
@@ -196,7 +197,8 @@ def test_without_the_token_it_fails_and_says_where_it_comes_from(arguments: tupl
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (("reset", "xyz"), "64 hexadecimal characters"),
+        (("reset", "xyz"), "NAMESPACE xyz: expected 64 hexadecimal characters, got 3"),
+        (("reset", "z" * 64), "expected 64 hexadecimal characters"),
         (("reset",), "Missing argument"),
         (("gc",), "Missing option"),
         (("gc", "--idle-s", "-1"), "Invalid value"),
@@ -207,7 +209,7 @@ def test_without_the_token_it_fails_and_says_where_it_comes_from(arguments: tupl
 def test_wrong_arguments(arguments: tuple[str, ...], problem: str, token_file: Path) -> None:
     with admin_threads(admin_config()) as (server,):
         result = admin(*arguments, "--token-file", str(token_file), servers=[server.address])
-        assert result.exit_code == (1 if arguments == ("reset", "xyz") else 2)
+        assert result.exit_code == 2
         assert problem in result.output
 
 
@@ -257,11 +259,37 @@ ELSE = {
 }
 
 
+def test_a_clients_port_in_place_of_the_admin_port() -> None:
+    """The server ends such a connection without a word."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        sock.listen()
+
+        def serve() -> None:
+            other, _ = sock.accept()
+            with other:
+                other.recv(4096)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        result = admin("status", servers=[f"127.0.0.1:{sock.getsockname()[1]}"])
+        thread.join()
+    assert "is this its admin address (by default the clients' port + 1)?" in result.output
+
+
+def test_tls_with_a_server_that_has_none(tmp_path: Path) -> None:
+    certificate = Authority(tmp_path).file
+    with admin_threads(admin_config()) as (server,):
+        result = admin("status", "--tls-ca", str(certificate), servers=[server.address])
+    assert (result.exit_code, "leave out --tls-ca" in result.output) == (1, True)
+
+
 @pytest.mark.parametrize("answer", ELSE.values(), ids=ELSE.keys())
 def test_something_else_listens_there(answer: bytes, token_file: Path) -> None:
     result, address = gc_of_a_server_that_says(answer, token_file)
     assert result.exit_code == 1
     assert f"memkv: {address}: " in result.output
+    assert "is this its admin address" in result.output
     assert result.exception is None or isinstance(result.exception, SystemExit)
 
 

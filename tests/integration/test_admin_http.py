@@ -205,7 +205,7 @@ WRONG = [
     ("reset", b"[" * 4000, "not JSON"),
     ("reset", b"[]", "not a JSON object"),
     ("reset", b"{}", "namespace is missing"),
-    ("reset", b'{"namespace": "ab"}', "not allowed"),
+    ("reset", b'{"namespace": "ab"}', 'namespace = "ab" is not allowed'),
     ("reset", b'{"namespace": 5}', "not allowed"),
     ("reset", b'{"namespace": "%s"}' % (b" ab" * 32), "not allowed"),
     ("reset", b'{"namespace": "%s", "all": true}' % (b"ab" * 32), "unknown: all"),

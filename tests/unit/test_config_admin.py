@@ -94,13 +94,14 @@ def test_servers_come_from_the_option_then_the_environment_then_the_clients_sett
     ("options", "environ", "problem"),
     [
         ((), {}, "no server is named"),
-        (("a",), {}, "add the port"),
-        (("http://a:1",), {}, "expected host:port"),
-        ((), {"MEMKV_ADMIN_SERVERS": "a:0"}, "port of 1 to 65535"),
-        ((), {"MEMKV_SERVERS": "a:65535"}, "give the admin address"),
+        (("a",), {}, "--server = 'a': expected host:port; add the port"),
+        (("http://a:1",), {}, "--server = 'http://a:1': expected host:port; leave out the scheme"),
+        ((), {"MEMKV_ADMIN_SERVERS": "a:0"}, "MEMKV_ADMIN_SERVERS = 'a:0': expected a port of 1 to 65535"),
+        ((), {"MEMKV_SERVERS": "a:65535"}, "MEMKV_SERVERS = 'a:65535': .*give the admin address"),
+        ((), {"MEMKV_SERVERS": "a:1|b:1"}, r"MEMKV_SERVERS\[0\] = 'a:1|b:1'"),
         ((), {"MEMKV_SERVERS": "a:x"}, "port"),
         ((), {"MEMKV_CONFIG": "/none.yaml"}, "/none.yaml"),
-        (("a:1",), {"MEMKV_ADMIN_TOKEN_FILE": "/none"}, "token: no such file: /none"),
+        (("a:1",), {"MEMKV_ADMIN_TOKEN_FILE": "/none"}, "MEMKV_ADMIN_TOKEN_FILE = '/none': no such file"),
     ],
 )
 def test_what_cannot_be_used_is_named(options: tuple[str, ...], environ: dict[str, str], problem: str) -> None:

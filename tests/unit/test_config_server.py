@@ -147,6 +147,27 @@ def test_several_keys_and_key_files(load: Callable[..., ServerConfig], tmp_path:
     assert only_file.network.keys["default"].key.get_secret_value().hex() == OTHER
 
 
+def test_addresses_that_do_not_meet(load: Callable[..., ServerConfig]) -> None:
+    for one, other in (("127.0.0.1:1", "127.0.0.2:1"), ("0.0.0.0:1", "[::1]:1"), ("0.0.0.0:0", "127.0.0.1:0")):
+        assert str(load({"network": {"address": one, "admin_address": other}}).network.admin) == other
+
+
+def test_what_a_file_holds_is_told_under_the_name_of_the_file(
+    load: Callable[..., ServerConfig], tmp_path: Path
+) -> None:
+    file = tmp_path / "short"
+    file.write_text("secret")
+    network = {"auth_key": None, "auth_keys": {"a": {"key_file": str(file)}}, "admin_token_file": str(file)}
+    with pytest.raises(ConfigError) as caught:
+        load({"network": network})
+    text = str(caught.value)
+    assert f"network.admin_token_file = '{file}': expected 16 to 512 printable" in text
+    assert f"network.auth_keys.a.key_file = '{file}': expected 64 hexadecimal characters" in text
+    with pytest.raises(ConfigError, match=f"network.auth_key_file = '{file}': expected 64 hexadecimal"):
+        load({"network": {"auth_key": None, "auth_key_file": str(file)}})
+    assert "secret" not in text
+
+
 def test_a_key_file_that_others_can_read(
     load: Callable[..., ServerConfig], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -188,7 +209,8 @@ def test_a_key_file_that_others_can_read(
             with_keys({"a": {"key": KEY, "rights": ["x"]}}),
             "rights[0] = 'x': expected 'read'",
         ),
-        (with_keys({"a": {"key": KEY, "prefix": "0"}}), "two digits a byte"),
+        (with_keys({"a": {"key": KEY, "rights": 5}}), "(default ['read', 'write', 'delete', 'admin'])"),
+        (with_keys({"a": {"key": KEY, "prefix": "0"}}), "two digits a byte; correct it or leave it out (default '')"),
         (
             {"network": {"tls_cert": "/c"}},
             "network.tls_key = nothing: expected network.tls_cert and",
@@ -197,10 +219,21 @@ def test_a_key_file_that_others_can_read(
         ({"network": {"tls_cert": "/c", "tls_key": "/k"}}, "network.tls_cert: no such file: /c"),
         ({"network": {"address": "0.0.0.0"}}, "network.address = '0.0.0.0': expected host:port; add the port"),
         ({"network": {"address": 9900}}, "network.address = 9900: expected host:port"),
-        ({"network": {"address": "a:1", "admin_address": "a:1"}}, "expected another address than network.address"),
+        (
+            {"network": {"address": 9900}},
+            "host:port, such as 0.0.0.0:9900; correct it or leave it out (default '0.0.0.0:9900')",
+        ),
+        ({"network": {"address": "a:1", "admin_address": "a:1"}}, "expected another port than network.address (a:1)"),
+        ({"network": {"address": "0.0.0.0:1", "admin_address": "127.0.0.1:1"}}, "expected another port than network."),
+        ({"network": {"address": "[::1]:1", "admin_address": "[::]:1"}}, "expected another port than network.address"),
+        ({"license": {"issuer": "me"}}, "license.issuer = 'me': expected license.public_key_file beside it"),
+        ({"license": {"audience": "me"}}, "license.audience = 'me': expected license.public_key_file beside it"),
         ({"network": {"address": "a:65535"}}, "set network.admin_address"),
         ({"memory": {"max_size": None}}, "memory.max_size: missing"),
-        ({"memory": {"max_size": "1 MiB"}}, "memory.max_size = '1 MiB': expected at least memory.block_size"),
+        (
+            {"memory": {"max_size": "1 MiB"}},
+            "memory.max_size = '1 MiB': expected at least memory.block_size (here 2 MiB)",
+        ),
         ({"memory": {"max_size": 0}}, "at least one byte"),
         ({"memory": {"max_size": "64M"}}, "M may mean 1000 or 1024"),
         ({"memory": {"block_size": "3 MiB"}}, "expected a power of two"),
