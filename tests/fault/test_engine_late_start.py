@@ -1,4 +1,4 @@
-"""A block that comes too late to a lane ends by itself: it must not cost others a healthy connection."""
+"""What comes late costs nobody else: a block that reaches a lane too late, a server that registers memory slowly."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 
 from memkv_vllm.protocol.messages import Put
 from memkv_vllm.types import LossReason
-from tests.support.ranks import rank, staging_plan
+from tests.support.ranks import eventually, rank, staging_plan
 from tests.support.scripted_transport import Gate, ScriptedConnection, scripted
 
 pytestmark = pytest.mark.fault
@@ -53,3 +53,20 @@ def test_waiting_for_a_store_that_comes_too_late_ends() -> None:
         one.engine.wait({first})
         gate.open()
         assert set(one.result(first).lost) == {LossReason.FLUSHED}
+
+
+def test_servers_that_register_memory_slowly_hold_up_neither_the_start_nor_each_other() -> None:
+    """P086: the engine is up at once and misses; the pool is registered with all servers side by side."""
+    with scripted("a", "b") as (settings, scripts):
+        for script in scripts.values():
+            script.registers.shut()
+        with rank(settings) as one:
+            eventually(lambda: all(script.registers.waiting for script in scripts.values()), "both register at a time")
+            result = one.loaded(range(4))
+            assert set(result.lost) == {LossReason.BREAKER}, "an engine that waits for nobody"
+            scripts["a"].registers.open()
+            one.ready()
+            assert one.engine.statistics().servers_ready == 1
+            scripts["b"].registers.open()
+            one.ready(2).stored(range(4))
+            assert one.loaded(range(4)).lost == {}

@@ -285,6 +285,7 @@ async def test_a_log_that_fails_ends_the_server_with_its_error() -> None:
 async def test_a_long_start_tells_how_far_it_is(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """P086: progress is logged."""
     monkeypatch.setattr("memkv_vllm.store.residency._PROGRESS_S", 0.0)
     monkeypatch.setattr("memkv_vllm.store.residency._RECOVER_STEP", 10)
     medium = FakeMedium()

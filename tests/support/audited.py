@@ -55,8 +55,11 @@ def server(key: bytes, port: int) -> dict[str, Any]:
         store.auth_key = key.hex()
         store.start()
         statistics = store.statistics()
+        native_loops = sorted({"uvloop", "winloop", "gevent"} & sys.modules.keys())
+        score = Path("/proc/self/oom_score_adj").read_text(encoding="ascii").strip()
         store.stop()
-        return {"port": store.port, "complete": statistics["table"]["complete"]}
+        complete = statistics["table"]["complete"]
+        return {"port": store.port, "complete": complete, "native_loops": native_loops, "oom_score_adj": score}
 
 
 if __name__ == "__main__":

@@ -64,6 +64,7 @@ def test_an_offload_key_is_taken_apart_as_vllm_made_it() -> None:
 
 @pytest.mark.parametrize("release", SPECS)
 def test_every_release_gives_the_same_facts(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P096: the shapes of several vLLM releases, recorded; one that is not known is refused by name (above)."""
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     facts = EngineFacts.from_spec(SPECS[release](), vllm_config(revision="main"))
     facts.check()

@@ -112,6 +112,7 @@ def test_no_descriptor_is_left_behind_by_a_refusal() -> None:
 
 @pytest.mark.anyio
 async def test_a_server_populates_its_arena() -> None:
+    """P086: in the background; clients are served meanwhile."""
     config = dev_server_config(os.urandom(32), address="127.0.0.1:0", max_size=f"{3 * POPULATE_STEP_BYTES + 2 * MIB}")
     async with StoreServer(config, []) as server:
         memory = server._memory

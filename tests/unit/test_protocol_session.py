@@ -226,6 +226,7 @@ def test_an_unknown_key_id_and_a_wrong_proof_are_rejected() -> None:
 
 
 def test_versions_that_do_not_meet() -> None:
+    """P096: of two sides of different versions, each says what it speaks."""
     for lowest, highest in ((MAX_VERSION + 1, 255), (0, 0)):
         pair = Pair()
         pair.client.start()
