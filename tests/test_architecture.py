@@ -71,7 +71,8 @@ PURE = {
     "memkv_vllm.engine.presence", "memkv_vllm.engine.routes", "memkv_vllm.engine.schedule", "memkv_vllm.engine.staging",
     "memkv_vllm.engine.verify",
     "memkv_vllm.store.admin.access", "memkv_vllm.store.admin.families",
-    "memkv_vllm.store.admin.health", "memkv_vllm.store.admin.watch", "memkv_vllm.store.latency",
+    "memkv_vllm.store.admin.health", "memkv_vllm.store.admin.servers", "memkv_vllm.store.admin.watch",
+    "memkv_vllm.store.latency",
     "memkv_vllm.store.arena", "memkv_vllm.store.bulkqueue", "memkv_vllm.store.entries", "memkv_vllm.store.eviction",
     "memkv_vllm.store.manifests", "memkv_vllm.store.spaces", "memkv_vllm.store.content", "memkv_vllm.store.disk_index",
     "memkv_vllm.store.policies", "memkv_vllm.store.room", "memkv_vllm.store.s3fifo", "memkv_vllm.store.table",
@@ -127,7 +128,8 @@ ROOMS = {
     },
     "protocol": {"__init__", "auth", "checksum", "codec", "frame", "messages", "session"},
     "store/admin": {
-        "__init__", "access", "collector", "commands", "families", "health", "listener", "routes", "server", "watch",
+        "__init__", "access", "collector", "commands", "families", "health", "listener", "peers", "routes", "server",
+        "servers", "watch",
     },
     "store": {
         "__init__", "admission", "arena", "bulkqueue", "commands", "content", "disk_index", "entries", "eviction",

@@ -321,6 +321,43 @@ Servers = Annotated[
     Kind("list / comma list of servers"),
 ]
 
+MAX_ADMIN_PEERS = 64
+"""Servers that one page can show, and that are asked at once for it."""
+
+
+def _peer_or_problem(entry: object, key: str) -> RailAddress | Problem:
+    try:
+        if isinstance(entry, RailAddress):
+            return entry
+        if not isinstance(entry, str):
+            raise Reject("expected host:port")
+        return parse_address(entry, default_port=None)
+    except Reject as error:
+        return Problem(key, error.expected, error.fix or "give the server's admin address", entry)
+
+
+def _admin_peers(value: object) -> tuple[RailAddress, ...]:
+    """A comma list, or a list, of admin addresses; it may be empty. All wrong entries are reported together."""
+    entries = split_list(value)
+    if not isinstance(entries, list | tuple) or len(entries) > MAX_ADMIN_PEERS:
+        raise Reject(f"expected a list, or a comma list, of host:port, at most {MAX_ADMIN_PEERS}")
+    found = [_peer_or_problem(entry, f"[{index}]") for index, entry in enumerate(entries)]
+    problems = [each for each in found if isinstance(each, Problem)]
+    peers = [each for each in found if isinstance(each, RailAddress)]
+    repeated = [peer for peer in dict.fromkeys(peers) if peers.count(peer) > 1]
+    problems += [Problem("", f"address {peer} is given more than once", "keep one of them") for peer in repeated]
+    if problems:
+        raise Reject(parts=problems)
+    return tuple(peers)
+
+
+AdminPeers = Annotated[
+    tuple[RailAddress, ...],
+    PlainValidator(_admin_peers),
+    PlainSerializer(lambda peers: [str(peer) for peer in peers]),
+    Kind("list / comma list of host:port, at most 64"),
+]
+
 # ---------------------------------------------------------------- secrets
 
 KEY_BYTES = 32

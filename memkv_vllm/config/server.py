@@ -18,6 +18,7 @@ from pydantic import (
 )
 
 from memkv_vllm.config.fields import (
+    AdminPeers,
     AuthKey,
     Count,
     DefaultText,
@@ -135,6 +136,11 @@ class NetworkConfig(Settings):
     admin_history_s: Annotated[Number, Field(ge=10, le=3600)] = 600.0
     """How far back the charts of the status page go, in steps of 2 s: 10 minutes are 300 rows of a few numbers."""
 
+    admin_peers: AdminPeers = ()
+    """Admin addresses of the cluster's other servers, for the table of servers on the status page. They are asked while
+    somebody looks at that table, and at no other time. The list may be the same everywhere: a server leaves itself
+    out. Empty: the table shows this server alone."""
+
     admin_max_lag_s: Seconds = 1.0
     """The event loop counts as degraded when it came late by more than this within the last 30 s: requests wait so
     long. Normal are milliseconds."""
@@ -153,6 +159,10 @@ class NetworkConfig(Settings):
 
     tls_key: Path | None = None
     """PEM private key."""
+
+    admin_peers_ca: Path | None = None
+    """PEM file with the certificate of whoever signed the certificates of `admin_peers`. They are asked over TLS when
+    this server has `tls_cert`, else over plain HTTP. Left out: this host's authorities."""
 
     tls_control: bool = False
     """Whether control connections over TCP must use TLS 1.3 with that certificate; clients set `tls`. Bytes of values
@@ -204,6 +214,14 @@ class NetworkConfig(Settings):
     def _has_a_certificate(cls, value: bool, info: ValidationInfo) -> bool:
         if value and info.data.get("tls_cert", ...) is None:
             raise Reject("expected network.tls_cert and network.tls_key, for network.tls_control is on", "add them")
+        return value
+
+    @field_validator("admin_peers_ca")
+    @classmethod
+    def _for_tls(cls, value: Path | None, info: ValidationInfo) -> Path | None:
+        if value is not None and info.data.get("tls_cert", ...) is None:
+            what = "expected network.tls_cert and network.tls_key: without them the peers are asked over plain HTTP"
+            raise Reject(what, "add them, or remove it")
         return value
 
     @field_validator("tls_key")

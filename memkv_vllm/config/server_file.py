@@ -79,6 +79,7 @@ def _unreadable_files(config: ServerConfig) -> list[str]:
     files = {
         "network.tls_cert": config.network.tls_cert,
         "network.tls_key": config.network.tls_key,
+        "network.admin_peers_ca": config.network.admin_peers_ca,
         "license.public_key_file": config.license.public_key_file,
     }
     for name, file in files.items():

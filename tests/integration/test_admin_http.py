@@ -38,6 +38,7 @@ READS = [
     "/v1/metrics",
     "/v1/namespaces",
     "/v1/ready",
+    "/v1/servers",
     "/v1/status",
 ]
 COMMANDS: dict[str, Any] = {"reset": {"namespace": NAMESPACE.hex()}, "gc": {"idle_s": 1e6}, "evict": {"bytes": 1}}

@@ -14,6 +14,7 @@ from urllib.request import urlopen
 
 import pytest
 
+from memkv_vllm.store.admin.health import Reason
 from memkv_vllm.store.admin.routes import HEADERS
 from tests.support.admin import AdminThread, admin_config, admin_threads
 from tests.support.store import NAMESPACE, VALUE, make_key
@@ -158,17 +159,47 @@ def test_what_a_peer_says_of_itself_is_shown_as_text(browse: Browse, monkeypatch
         assert "onerror" in text.by_id["events"]
 
 
+def test_every_server_of_the_cluster_has_a_row(browse: Browse) -> None:
+    with admin_threads(admin_config(max_size="16MiB")) as (other,):
+        peers = f"{other.address}, 127.0.0.1:1"
+        with admin_threads(admin_config(network={"admin_peers": peers})) as (server,):
+            fill(server, 7)
+            fill(other, 3)
+            text = Text(browse(f"http://{server.address}/"))
+    first, second, third = server.address, other.address, "127.0.0.1:1"
+    row = text.by_id["servers"]
+    assert re.search(rf"{first} \(this one\) +ok +\d+ s +7 .* of 8.00 MiB .*{second} +ok +\d+ s +3 .* of 16.0 MiB", row)
+    assert re.search(rf"{third} +unreachable: Connection refused +–", row)
+    assert text.by_id["servers-note"].strip() == "2 of 3 ok"
+    assert text.by_id["state"].strip() == "ok", "the page is about its own server"
+    assert browse.complaints == []  # type: ignore[attr-defined]
+
+
+def test_what_another_server_says_is_shown_as_text(browse: Browse, monkeypatch: pytest.MonkeyPatch) -> None:
+    evil = "<img src=x onerror=\"document.title='owned'\">"
+    with admin_threads(admin_config()) as (other,):
+        with admin_threads(admin_config(network={"admin_peers": other.address})) as (server,):
+            reasons = [Reason(evil, "detail", "step")]
+            monkeypatch.setattr("memkv_vllm.store.admin.server.degraded", lambda facts: reasons)
+            document = browse(f"http://{server.address}/")
+    assert Text(document).by_id["servers"].count("degraded: <img src=x onerror=") == 2
+    assert "<title>owned</title>" not in document
+    assert "<img" not in document
+
+
 @pytest.mark.parametrize("width", [1280, 360])
 def test_it_fits_a_screen_and_a_phone(browse: Browse, tmp_path: Path, width: int) -> None:
     """Nothing sticks out to the right, with real answers: the page in a frame as wide as the device, from files."""
     with admin_threads(admin_config()) as (server,):
         fill(server, 3)
-        paths = ("/v1/status", "/v1/history", "/v1/namespaces")
+        paths = ("/v1/status", "/v1/history", "/v1/namespaces", "/v1/servers")
         answers = {path: json.load(urlopen(f"http://{server.address}{path}")) for path in paths}
     answers["/v1/status"]["sessions"] = [
         {"peer": "loopback client (pid 4194304)", "key_id": "k" * 32, "kind": "engine", "inflight": 9,
          "requests": 10**9, "put_bytes": 10**15, "get_bytes": 10**15},
     ]  # fmt: skip
+    lost = {"address": f"{'h' * 60}:65535", "is_this": False, "state": "unreachable", "reason": "x" * 160}
+    answers["/v1/servers"]["servers"].append({**answers["/v1/servers"]["servers"][0], **lost})
     stand_in = (
         f"<script>const answers = {json.dumps(answers)};"
         """

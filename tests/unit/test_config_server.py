@@ -152,6 +152,14 @@ def test_addresses_that_do_not_meet(load: Callable[..., ServerConfig]) -> None:
         assert str(load({"network": {"address": one, "admin_address": other}}).network.admin) == other
 
 
+def test_admin_peers(load: Callable[..., ServerConfig]) -> None:
+    assert load({}).network.admin_peers == ()
+    both = (RailAddress("b", 9901), RailAddress("::1", 1))
+    for written in ("B:9901, [::1]:1", ["b:9901", "[0::1]:1"]):
+        assert load({"network": {"admin_peers": written}}).network.admin_peers == both
+    assert load({"network": {"admin_peers": ""}}).network.admin_peers == ()
+
+
 def test_what_a_file_holds_is_told_under_the_name_of_the_file(
     load: Callable[..., ServerConfig], tmp_path: Path
 ) -> None:
@@ -226,6 +234,16 @@ def test_a_key_file_that_others_can_read(
         ({"network": {"address": "a:1", "admin_address": "a:1"}}, "expected another port than network.address (a:1)"),
         ({"network": {"address": "0.0.0.0:1", "admin_address": "127.0.0.1:1"}}, "expected another port than network."),
         ({"network": {"address": "[::1]:1", "admin_address": "[::]:1"}}, "expected another port than network.address"),
+        ({"network": {"admin_peers": ["a:1", "b"]}}, "network.admin_peers[1] = 'b': expected host:port; add the port"),
+        ({"network": {"admin_peers": "a:1, http://b:1"}}, "network.admin_peers[1] = 'http://b:1': expected host:port"),
+        ({"network": {"admin_peers": [7]}}, "network.admin_peers[0] = 7: expected host:port; give the server's admin"),
+        ({"network": {"admin_peers": "a:1,A:1"}}, "address a:1 is given more than once; keep one of them"),
+        ({"network": {"admin_peers": {"a": 1}}}, "expected a list, or a comma list, of host:port, at most 64"),
+        ({"network": {"admin_peers": [f"a:{n}" for n in range(1, 66)]}}, "a comma list, of host:port, at most 64"),
+        (
+            {"network": {"admin_peers_ca": "/c"}},
+            "without them the peers are asked over plain HTTP; add them, or remove",
+        ),
         ({"license": {"issuer": "me"}}, "license.issuer = 'me': expected license.public_key_file beside it"),
         ({"license": {"audience": "me"}}, "license.audience = 'me': expected license.public_key_file beside it"),
         ({"network": {"address": "a:65535"}}, "set network.admin_address"),

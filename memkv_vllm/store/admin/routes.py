@@ -75,6 +75,10 @@ class Source(Protocol):
         """The rows of the charts."""
         ...
 
+    async def servers(self) -> list[dict[str, Any]]:
+        """A row for each server of the cluster."""
+        ...
+
     def metrics(self) -> bytes:
         """The metrics page."""
         ...
@@ -108,6 +112,7 @@ class Routes:
             "/v1/status": self._status,
             "/v1/history": self._history,
             "/v1/namespaces": self._namespaces,
+            "/v1/servers": self._servers,
             "/v1/metrics": self._metrics,
             **dict.fromkeys(self._page, self._file),
         }
@@ -164,6 +169,9 @@ class Routes:
 
     async def _namespaces(self, request: web.BaseRequest) -> web.Response:
         return _json({"namespaces": self._started().namespaces()})
+
+    async def _servers(self, request: web.BaseRequest) -> web.Response:
+        return _json({"servers": await self._source.servers()})
 
     async def _metrics(self, request: web.BaseRequest) -> web.Response:
         self._started()

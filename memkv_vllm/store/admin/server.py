@@ -21,7 +21,9 @@ from memkv_vllm.errors import EnvironmentFault
 from memkv_vllm.store.admin.collector import MetricsPage
 from memkv_vllm.store.admin.health import Facts, Reason, degraded, not_ready
 from memkv_vllm.store.admin.listener import HttpListener
+from memkv_vllm.store.admin.peers import Peers
 from memkv_vllm.store.admin.routes import Routes
+from memkv_vllm.store.admin.servers import read_row, tabulate
 from memkv_vllm.store.admin.watch import HISTORY_STEP_S, History, LagWindow, Sample
 from memkv_vllm.store.handler import StoreHandler
 from memkv_vllm.store.server import StoreServer
@@ -39,6 +41,9 @@ class AdminServer:
     Args:
         config: the server's settings.
         clock: seconds since the epoch, for the charts.
+
+    Raises:
+        EnvironmentFault: ``network.admin_peers_ca`` cannot be used.
     """
 
     def __init__(self, config: ServerConfig, *, clock: Callable[[], float] = time.time) -> None:
@@ -50,6 +55,8 @@ class AdminServer:
             timeout_s=network.admin_timeout_s,
         )
         self._listener = HttpListener(network, self._routes.handle)
+        self._peers = Peers(network)
+        self._address = network.admin
         self._page = MetricsPage(self._statistics)
         self._max_lag_s = network.admin_max_lag_s
         self._lag = LagWindow()
@@ -71,7 +78,7 @@ class AdminServer:
         started = False
         try:
             async with anyio.create_task_group() as tasks:
-                address = await tasks.start(self._listener.serve)
+                self._address = address = await tasks.start(self._listener.serve)
                 tasks.start_soon(self._watch_lag)
                 tasks.start_soon(self._sample)
                 logger.info("admin.started address=%s", address)
@@ -88,11 +95,12 @@ class AdminServer:
         self._history.add(Sample.of(server.statistics(), self._clock()))
 
     def reload(self) -> None:
-        """Reads the certificate again; one that cannot be used leaves the old one in force, and is logged."""
-        try:
-            self._listener.reload()
-        except EnvironmentFault as error:
-            logger.error("admin.reload_failed reason=%r: the certificate stays as it was", str(error))
+        """Reads the certificates again; one that cannot be used leaves the old one in force, and is logged."""
+        for part in (self._listener, self._peers):
+            try:
+                part.reload()
+            except EnvironmentFault as error:
+                logger.error("admin.reload_failed reason=%r: the certificate stays as it was", str(error))
 
     # What the routes ask
 
@@ -118,6 +126,11 @@ class AdminServer:
     def history(self) -> dict[str, Any]:
         """The rows of the charts."""
         return self._history.statistics()
+
+    async def servers(self) -> list[dict[str, Any]]:
+        """A row for each server of the cluster, this one first; the others are asked now, or were just before."""
+        others = await self._peers.rows()
+        return tabulate(read_row(str(self._address), self.status(), is_this=True), others)
 
     def metrics(self) -> bytes:
         """The metrics page."""

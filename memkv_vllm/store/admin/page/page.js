@@ -93,6 +93,15 @@ async function round() {
   setTimeout(round, STEP_MS);
 }
 
+async function roundServers() {  // by itself: a server that hangs holds up its row and nothing else of the page
+  try {
+    showServers((await ask("/v1/servers")).servers);
+  } catch (error) {
+    $("servers-note").textContent = `not known at present (${error.message})`;
+  }
+  setTimeout(roundServers, STEP_MS);
+}
+
 // ------------------------------------------------------------------ showing
 
 function showState(state, text, details) {
@@ -153,6 +162,21 @@ function fillTable(id, heads, lines, none) {
     body.push(row);
   }
   $(id).replaceChildren(head, ...body);
+}
+
+function showServers(servers) {
+  const known = (value, format) => value === null ? "–" : format(value);
+  const filling = (used, size) => used === null ? "–" : `${bytes(used)} of ${bytes(size)}`;
+  $("servers-note").textContent = servers.length > 1 ? `${servers.filter((row) => row.state === "ok").length} of ${servers.length} ok`
+    : "network.admin_peers names no others";
+  fillTable("servers", ["server", "state", "up", "values", "arena", "disk", "hit ratio, 10 s", "in (put)", "out (get)", "sessions"],
+    servers.map((row) => [
+      row.is_this ? `${location.host} (this one)` : row.address, row.reason ? `${row.state}: ${row.reason}` : row.state,
+      known(row.uptime_s, duration), known(row.values, count), filling(row.arena_used_bytes, row.arena_size_bytes),
+      filling(row.disk_used_bytes, row.disk_size_bytes), percent(row.hit_ratio), known(row.put_bytes_per_s, rate),
+      known(row.get_bytes_per_s, rate), known(row.sessions, count),
+    ]), "none");
+  servers.forEach((row, at) => { $("servers").rows[at + 1].cells[1].dataset.state = row.state; });
 }
 
 function showTables(status, namespaces) {
@@ -278,3 +302,4 @@ for (const id of ["traffic", "ratio", "fill"]) {
 }
 addEventListener("resize", () => { if (columns.length) drawAll(); });
 round();
+roundServers();
