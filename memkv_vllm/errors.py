@@ -5,12 +5,14 @@
     MemkvError
     |-- ConfigError               settings; all problems of a file in one message; exit code 2
     |-- EnvironmentFault          this host lacks something (NIC, memlock, memory); names the fix
+    |   `-- RailError             no port, GID or route for what is configured
     |-- GeometryError             vLLM's configuration cannot be served by this version; says why
     |-- TransportError            talking to a peer failed
     |   |-- ConnectError          no connection could be made
     |   |-- ConnectionLost        it was there and ended; the requests in flight fail with this
     |   |-- RequestTimeout        a deadline passed; what was posted may still be moving
     |   |-- NotSent               a deadline passed before a request could be sent; nothing moves
+    |   |-- DataPathError         a server answers, but its way to our memory does not work
     |   |-- FenceTimeout          the peer is not yet provably done with our memory
     |   `-- AuthError             the key is not known or not the same on both sides
     |       `-- LicenseError      the server asks for a license that is missing or not valid
@@ -39,6 +41,7 @@ __all__ = [
     "ConfigError",
     "ConnectError",
     "ConnectionLost",
+    "DataPathError",
     "EngineStopped",
     "EnvironmentFault",
     "FenceTimeout",
@@ -48,6 +51,7 @@ __all__ = [
     "MemkvError",
     "NotSent",
     "ProtocolError",
+    "RailError",
     "RemoteProtocolError",
     "RequestTimeout",
     "Scope",
@@ -90,6 +94,22 @@ class EnvironmentFault(MemkvError):
     """The host lacks what the configuration asks for. The message names what was found and the fix."""
 
 
+class RailError(EnvironmentFault):
+    """No NIC port of this host fits what is configured: a named device, a GID, or the way to a server's address.
+
+    Attributes:
+        problem: what is missing.
+        found: what this host has instead.
+        wanted: what would do, and how to get there.
+    """
+
+    def __init__(self, problem: str, *, found: str, wanted: str) -> None:
+        self.problem = problem
+        self.found = found
+        self.wanted = wanted
+        super().__init__(f"{problem}: found {found}; expected {wanted}")
+
+
 class GeometryError(MemkvError):
     """vLLM's configuration (blocks, groups, layout) is one that this version does not serve."""
 
@@ -125,6 +145,15 @@ class NotSent(TransportError):
     """
 
     reason = LossReason.TIMEOUT
+
+
+class DataPathError(TransportError):
+    """The server answers on its control channel, but it cannot reach our memory (no queue pair, a failed RDMA probe).
+
+    At a direct engine's start a reason not to start; later a server like one that is down.
+    """
+
+    scope = Scope.SERVER
 
 
 class FenceTimeout(TransportError):
