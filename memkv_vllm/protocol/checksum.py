@@ -13,6 +13,7 @@ hundreds. With 1 MiB a leaf takes some 40 us without the lock, and getting it ba
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ import xxhash
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["LEAF_BYTES", "ChecksumAlgorithm", "digest", "leaf_digest"]
+__all__ = ["LEAF_BYTES", "ChecksumAlgorithm", "digest", "leaf_digest", "root_digest"]
 
 LEAF_BYTES = 1024 * 1024
 
@@ -54,6 +55,15 @@ def leaf_digest(leaf: memoryview) -> int:
     return state.intdigest()
 
 
+def root_digest(leaves: Sequence[int], length: int) -> int:
+    """The checksum of a value of ``length`` bytes whose leaves hash to ``leaves``, for one that is read in pieces.
+
+    Returns:
+        An unsigned 64-bit integer.
+    """
+    return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(leaves) + 1}Q", *leaves, length))
+
+
 def digest(value: Buffer) -> int:
     """Compute the checksum (``ChecksumAlgorithm.XXH3_64_TREE_1M``) of a value.
 
@@ -72,4 +82,4 @@ def digest(value: Buffer) -> int:
     length = view.nbytes
     flat = view.cast("B") if length else memoryview(b"")
     leaves = [leaf_digest(flat[start : start + LEAF_BYTES]) for start in range(0, length, LEAF_BYTES)]
-    return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(leaves) + 1}Q", *leaves, length))
+    return root_digest(leaves, length)

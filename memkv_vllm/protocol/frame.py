@@ -57,6 +57,7 @@ class MessageType(IntEnum):
     BYE = 27
     ATTACH = 28
     LICENSE = 29
+    CONNECT = 30
 
 
 HANDSHAKE_TYPES = frozenset({MessageType.HELLO, MessageType.PROOF, MessageType.REJECT})

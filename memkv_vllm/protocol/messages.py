@@ -66,6 +66,8 @@ class ErrorCode(IntEnum):
     BAD_PROOF = 8
     BUSY = 9
     LICENSE = 10
+    DATA_PATH = 11
+    """CONNECT or REGISTER: the server cannot reach the client's memory over this transport."""
 
 
 class ErrorReply(NamedTuple):
@@ -145,8 +147,8 @@ class Put:
     """
 
     TYPE: ClassVar[MessageType] = MessageType.PUT
-    _HEAD: ClassVar[Struct] = Struct("<HBBI")
-    _ITEM: ClassVar[str] = "{k}sQQIQQ"
+    HEAD: ClassVar[Struct] = Struct("<HBBI")
+    ITEM: ClassVar[str] = "{k}sQQIQQ"
 
     items: Sequence[PutItem]
     algorithm: int
@@ -157,15 +159,15 @@ class Put:
         _check_count(len(self.items))
         k = codec.common_key_length([item.key for item in self.items])
         rows = ((key, checksum, layout, *extent) for key, checksum, layout, extent in self.items)
-        return self._HEAD.pack(len(self.items), k, self.algorithm, self.timeout_ms) + codec.pack_items(
-            self._ITEM, k, rows
+        return self.HEAD.pack(len(self.items), k, self.algorithm, self.timeout_ms) + codec.pack_items(
+            self.ITEM, k, rows
         )
 
     @classmethod
     def unpack(cls, body: memoryview) -> Put:
         """Parse a request body."""
-        count, k, algorithm, timeout_ms = codec.unpack_head(cls._HEAD, body)
-        rows = codec.unpack_rows(cls._ITEM, k, count, body, cls._HEAD.size)
+        count, k, algorithm, timeout_ms = codec.unpack_head(cls.HEAD, body)
+        rows = codec.unpack_rows(cls.ITEM, k, count, body, cls.HEAD.size)
         items = [
             _new(PutItem, (key, checksum, layout, _new(Extent, (region, offset, length))))
             for key, checksum, layout, region, offset, length in rows
@@ -186,9 +188,9 @@ class Get:
     """
 
     TYPE: ClassVar[MessageType] = MessageType.GET
-    _HEAD: ClassVar[Struct] = Struct("<HBxI")
-    _ITEM: ClassVar[str] = "{k}sQIQQ"
-    _RESULT: ClassVar[str] = "BBQQ"
+    HEAD: ClassVar[Struct] = Struct("<HBxI")
+    ITEM: ClassVar[str] = "{k}sQIQQ"
+    RESULT: ClassVar[str] = "BBQQ"
 
     items: Sequence[GetItem]
     timeout_ms: int
@@ -198,13 +200,13 @@ class Get:
         _check_count(len(self.items))
         k = codec.common_key_length([item.key for item in self.items])
         rows = ((key, layout, *extent) for key, layout, extent in self.items)
-        return self._HEAD.pack(len(self.items), k, self.timeout_ms) + codec.pack_items(self._ITEM, k, rows)
+        return self.HEAD.pack(len(self.items), k, self.timeout_ms) + codec.pack_items(self.ITEM, k, rows)
 
     @classmethod
     def unpack(cls, body: memoryview) -> Get:
         """Parse a request body."""
-        count, k, timeout_ms = codec.unpack_head(cls._HEAD, body)
-        rows = codec.unpack_rows(cls._ITEM, k, count, body, cls._HEAD.size)
+        count, k, timeout_ms = codec.unpack_head(cls.HEAD, body)
+        rows = codec.unpack_rows(cls.ITEM, k, count, body, cls.HEAD.size)
         items = [
             _new(GetItem, (key, layout, _new(Extent, (region, offset, length))))
             for key, layout, region, offset, length in rows
@@ -214,11 +216,11 @@ class Get:
     @classmethod
     def pack_reply(cls, results: Sequence[GetResult]) -> bytes:
         """The reply's body."""
-        return codec.pack_items(cls._RESULT, 0, results)
+        return codec.pack_items(cls.RESULT, 0, results)
 
     def reply(self, body: memoryview) -> list[GetResult]:
         """One result per item, in the order sent."""
-        rows = codec.unpack_rows(self._RESULT, 0, len(self.items), body, 0)
+        rows = codec.unpack_rows(self.RESULT, 0, len(self.items), body, 0)
         return [
             _new(GetResult, (_STATUSES[status], algorithm, checksum, generation))
             for status, algorithm, checksum, generation in rows
@@ -235,7 +237,7 @@ class Exists:
     """
 
     TYPE: ClassVar[MessageType] = MessageType.EXISTS
-    _HEAD: ClassVar[Struct] = Struct("<HBxH")
+    HEAD: ClassVar[Struct] = Struct("<HBxH")
 
     prefixes: Sequence[bytes]
     shards: int
@@ -249,15 +251,15 @@ class Exists:
         """The body."""
         _check_count(len(self.prefixes))
         k = codec.common_key_length(self.prefixes)
-        return self._HEAD.pack(len(self.prefixes), k, self.shards) + b"".join(self.prefixes)
+        return self.HEAD.pack(len(self.prefixes), k, self.shards) + b"".join(self.prefixes)
 
     @classmethod
     def unpack(cls, body: memoryview) -> Exists:
         """Parse a request body."""
-        count, k, shards = codec.unpack_head(cls._HEAD, body)
+        count, k, shards = codec.unpack_head(cls.HEAD, body)
         if shards == 0:
             raise RemoteProtocolError("shards", "EXISTS for zero shards")
-        return cls(codec.unpack_keys(k, count, body, cls._HEAD.size), shards)
+        return cls(codec.unpack_keys(k, count, body, cls.HEAD.size), shards)
 
     def reply(self, body: memoryview) -> list[bool]:
         """Per block: are all its shards there?"""
@@ -282,8 +284,8 @@ class ReportBad:
     """Hide values whose checksum or layout was wrong. Head ``<HB``, item ``<{k}sQ``. Reply: ``<B`` 0/1 each."""
 
     TYPE: ClassVar[MessageType] = MessageType.REPORT_BAD
-    _HEAD: ClassVar[Struct] = Struct("<HB")
-    _ITEM: ClassVar[str] = "{k}sQ"
+    HEAD: ClassVar[Struct] = Struct("<HB")
+    ITEM: ClassVar[str] = "{k}sQ"
 
     items: Sequence[BadValue]
 
@@ -291,13 +293,13 @@ class ReportBad:
         """The body."""
         _check_count(len(self.items))
         k = codec.common_key_length([item.key for item in self.items])
-        return self._HEAD.pack(len(self.items), k) + codec.pack_items(self._ITEM, k, self.items)
+        return self.HEAD.pack(len(self.items), k) + codec.pack_items(self.ITEM, k, self.items)
 
     @classmethod
     def unpack(cls, body: memoryview) -> ReportBad:
         """Parse a request body."""
-        count, k = codec.unpack_head(cls._HEAD, body)
-        return cls(codec.unpack_items(cls._ITEM, k, count, body, cls._HEAD.size, BadValue))
+        count, k = codec.unpack_head(cls.HEAD, body)
+        return cls(codec.unpack_items(cls.ITEM, k, count, body, cls.HEAD.size, BadValue))
 
     def reply(self, body: memoryview) -> list[bool]:
         """Per value: was it hidden by this report?"""
@@ -310,7 +312,7 @@ class Delete:
     """Delete keys at once; readers in flight finish. Head ``<HB``, item ``<{k}s``. Reply: a status per key."""
 
     TYPE: ClassVar[MessageType] = MessageType.DELETE
-    _HEAD: ClassVar[Struct] = Struct("<HB")
+    HEAD: ClassVar[Struct] = Struct("<HB")
 
     keys: Sequence[bytes]
 
@@ -318,13 +320,13 @@ class Delete:
         """The body."""
         _check_count(len(self.keys))
         k = codec.common_key_length(self.keys)
-        return self._HEAD.pack(len(self.keys), k) + b"".join(self.keys)
+        return self.HEAD.pack(len(self.keys), k) + b"".join(self.keys)
 
     @classmethod
     def unpack(cls, body: memoryview) -> Delete:
         """Parse a request body."""
-        count, k = codec.unpack_head(cls._HEAD, body)
-        return cls(codec.unpack_keys(k, count, body, cls._HEAD.size))
+        count, k = codec.unpack_head(cls.HEAD, body)
+        return cls(codec.unpack_keys(k, count, body, cls.HEAD.size))
 
     def reply(self, body: memoryview) -> list[Status]:
         """OK or ABSENT (or DENIED) per key."""

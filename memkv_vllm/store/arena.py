@@ -9,6 +9,7 @@ the bytes lost inside an extent are fewer than one granule; those lost between e
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Iterable
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
@@ -106,19 +107,34 @@ class ArenaAllocator:
         Raises:
             LocalProtocolError: ``length`` is not positive.
         """
+        found = self.allocate_many(length, 1)
+        return found[0] if found else None
+
+    def allocate_many(self, length: int, count: int) -> list[int]:
+        """Takes ``count`` extents for ``length`` bytes each, just as so many calls of :meth:`allocate` would.
+
+        The rest of a hole that was cut is the best fit for the next one, so each hole is cut once for all it holds.
+
+        Returns:
+            their offsets; fewer than ``count`` when no free extent is long enough any more.
+
+        Raises:
+            LocalProtocolError: ``length`` is not positive.
+        """
         if length <= 0:
             raise LocalProtocolError(f"allocation of {length} bytes: must be positive")
         need = self.rounded(length)
-        at = bisect_left(self._lengths, need)
-        if at == len(self._lengths):
-            return None
-        found = self._lengths[at]
-        offset = self._take_lowest(found, at)
-        if found > need:
-            self._insert(offset + need, found - need)
-        self._extents[offset] = need
-        self._used += need
-        return offset
+        offsets: list[int] = []
+        while len(offsets) < count and (at := bisect_left(self._lengths, need)) < len(self._lengths):
+            found = self._lengths[at]
+            offset = self._take_lowest(found, at)
+            taken = min(count - len(offsets), found // need) * need
+            offsets += range(offset, offset + taken, need)
+            if found > taken:
+                self._insert(offset + taken, found - taken)
+        self._extents.update(dict.fromkeys(offsets, need))
+        self._used += need * len(offsets)
+        return offsets
 
     def free(self, offset: int) -> None:
         """Gives back the extent that :meth:`allocate` returned as ``offset`` and joins it with free neighbours.
@@ -126,10 +142,31 @@ class ArenaAllocator:
         Raises:
             LocalProtocolError: no extent that is handed out starts there (a double free, or a wrong offset).
         """
+        self._join(offset, self._give_back(offset))
+
+    def free_many(self, offsets: Iterable[int]) -> None:
+        """:meth:`free` for each of ``offsets``; those that lie side by side are joined first, and inserted once."""
+        start = end = -1
+        for offset in sorted(offsets):
+            length = self._give_back(offset)
+            if offset != end:
+                if end > start:
+                    self._join(start, end - start)
+                start = offset
+            end = offset + length
+        if end > start:
+            self._join(start, end - start)
+
+    def _give_back(self, offset: int) -> int:
+        """The extent is not handed out any more; returns its length."""
         length = self._extents.pop(offset, None)
         if length is None:
             raise LocalProtocolError(f"free of offset {offset}: no extent in use starts there (double free?)")
         self._used -= length
+        return length
+
+    def _join(self, offset: int, length: int) -> None:
+        """Inserts free bytes, joined with free neighbours."""
         before = self._free_end.get(offset)
         if before is not None:
             length += self._remove(before)

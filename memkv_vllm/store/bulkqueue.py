@@ -83,6 +83,8 @@ class BulkQueue(Generic[T]):
     def slices(self, kind: BulkKind, lengths: Sequence[int]) -> list[slice]:
         """How a batch of values of these ``lengths`` in bytes is cut into turns."""
         most = self._slice_values[kind] or len(lengths)
+        if 0 < len(lengths) and (len(lengths) <= most or sum(lengths) <= SMALL_SLICE_BYTES):
+            return [slice(0, len(lengths))]
         parts: list[slice] = []
         start = num_bytes = 0
         for index, length in enumerate(lengths):

@@ -8,11 +8,20 @@ noted, so that whoever drives the disk can tell it (:meth:`Content.take_dead`).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from memkv_vllm.errors import LocalProtocolError
 from memkv_vllm.store.arena import ArenaAllocator
-from memkv_vllm.store.entries import NO_OFFSET, RESIDENT, Entry, EntryEvent, EntryState, TableCounters
+from memkv_vllm.store.entries import (
+    NO_OFFSET,
+    RESIDENT,
+    Entry,
+    EntryEvent,
+    EntryState,
+    Space,
+    TableCounters,
+    move_all,
+)
 from memkv_vllm.store.eviction import EvictionPolicy
 from memkv_vllm.store.log.api import Location
 from memkv_vllm.store.spaces import Spaces
@@ -20,6 +29,7 @@ from memkv_vllm.store.spaces import Spaces
 __all__ = ["Content"]
 
 _ABSENT, _RESERVED = EntryState.ABSENT, EntryState.RESERVED
+_PIN, _UNPIN, _LAST_UNPIN = EntryEvent.PIN, EntryEvent.UNPIN, EntryEvent.LAST_UNPIN
 
 
 class Content:
@@ -66,15 +76,30 @@ class Content:
         self.generation += 1
         return self.generation
 
-    def insert(self, entry: Entry, event: EntryEvent) -> None:
-        """Takes up a new entry, in its space already or not, by ``RESERVE`` or ``RECOVER``."""
-        entry.move(event)
+    def next_generations(self, count: int) -> range:
+        """So many of them."""
+        first = self.generation + 1
+        self.generation += count
+        return range(first, first + count)
+
+    def insert(self, entry: Entry) -> None:
+        """Takes up an entry that a start found on disk."""
+        entry.move(EntryEvent.RECOVER)
         entry.space.entries[entry.key] = entry
         self.num_entries += 1
-        if entry.offset != NO_OFFSET:
-            self._add_extent(entry)
-        else:
-            self.num_on_disk += 1
+        self.num_on_disk += 1
+
+    def insert_reserved(self, space: Space, entries: Sequence[Entry]) -> None:
+        """Takes up new entries of one space, each with an extent, and holds them."""
+        move_all(entries, EntryEvent.RESERVE)
+        space.entries.update(zip([entry.key for entry in entries], entries, strict=True))
+        self.extents.update(zip([entry.offset for entry in entries], entries, strict=True))
+        self.in_use.update(zip([entry.generation for entry in entries], entries, strict=True))
+        self.num_entries += len(entries)
+        self.arena_bytes += sum([entry.length for entry in entries])
+        num_bytes = sum([entry.extent_bytes for entry in entries])
+        space.arena_bytes += num_bytes
+        self.in_use_bytes += num_bytes
 
     def publish(self, entry: Entry) -> None:
         """Makes an entry that just became visible count as such, and known to the policy if it is in the arena."""
@@ -83,10 +108,19 @@ class Content:
         if entry.state in RESIDENT:
             self.policy.added(entry.key)
 
+    def publish_all(self, entries: Sequence[Entry]) -> None:
+        """The same for entries in the arena."""
+        for entry in entries:
+            entry.space.complete += 1
+        self.num_visible += len(entries)
+        self.policy.added_many([entry.key for entry in entries])
+
     def settle(self, entry: Entry, offset: int) -> None:
         """Gives an extent to an entry that had none."""
         entry.offset = offset
-        self._add_extent(entry)
+        self.extents[offset] = entry
+        self.arena_bytes += entry.length
+        entry.space.arena_bytes += entry.extent_bytes
 
     def arrived(self, entry: Entry) -> None:
         """The bytes of a value that was on disk alone are in its extent."""
@@ -101,10 +135,12 @@ class Content:
         self.in_use[entry.generation] = entry
         self.in_use_bytes += entry.extent_bytes
 
-    def unhold(self, entry: Entry) -> None:
-        """It is not any more."""
-        del self.in_use[entry.generation]
-        self.in_use_bytes -= entry.extent_bytes
+    def unhold(self, entries: Sequence[Entry]) -> None:
+        """The extents of ``entries`` are not in use any more."""
+        in_use = self.in_use
+        for entry in entries:
+            del in_use[entry.generation]
+        self.in_use_bytes -= sum([entry.extent_bytes for entry in entries])
 
     def held(self, key: bytes, generation: int) -> Entry:
         """The entry in use under this key and generation.
@@ -117,23 +153,33 @@ class Content:
             raise LocalProtocolError(f"key {key.hex()}: generation {generation} is not in use")
         return entry
 
-    def pin(self, entry: Entry) -> None:
-        """One more use of the extent of a value in the arena."""
-        entry.move(EntryEvent.PIN)
-        entry.pins += 1
-        if entry.pins == 1:
-            self.hold(entry)
+    def pin(self, entries: Sequence[Entry]) -> None:
+        """One more use of the extent of each of these values in the arena; a value may come twice."""
+        move_all(entries, _PIN)
+        in_use = self.in_use
+        for entry in entries:
+            entry.pins += 1
+            if entry.pins == 1:
+                in_use[entry.generation] = entry
+                self.in_use_bytes += entry.extent_bytes
 
-    def unpin(self, entry: Entry) -> None:
-        """One use less; the last one frees a value that was hidden or whose epoch has ended."""
-        entry.move(EntryEvent.UNPIN if entry.pins > 1 else EntryEvent.LAST_UNPIN)
-        entry.pins -= 1
-        if entry.pins:
-            return
-        self.unhold(entry)
+    def unpin(self, entries: Sequence[Entry]) -> None:
+        """One use less of each; the last one frees a value that was hidden or whose epoch has ended."""
+        in_use = self.in_use
+        for entry in entries:
+            entry.move(_UNPIN if entry.pins > 1 else _LAST_UNPIN)
+            entry.pins -= 1
+            if not entry.pins:
+                del in_use[entry.generation]
+                self.in_use_bytes -= entry.extent_bytes
+                if entry.state is _ABSENT or not entry.space.current:
+                    self._outlived(entry)
+
+    def _outlived(self, entry: Entry) -> None:
+        """The last use of a value has ended that was hidden, or whose epoch was ended, meanwhile."""
         if entry.state is _ABSENT:
             self.release(entry)
-        elif not entry.space.current:
+        else:
             self.remove(entry)
             self.counters.reclaimed += 1
 
@@ -156,6 +202,27 @@ class Content:
             self.drop_record(entry, forget=entry.space.current)
         if entry.state is _ABSENT:
             self.release(entry)
+
+    def discard(self, entries: Sequence[Entry]) -> None:
+        """Removes values that nobody uses and that have no record, from current spaces; the policy forgot them already.
+
+        Their extents go back to the allocator together, since neighbours cost it one step.
+        """
+        move_all(entries, EntryEvent.REMOVE)
+        self.allocator.free_many([entry.offset for entry in entries])
+        extents, spaces = self.extents, set[Space]()
+        for entry in entries:
+            space = entry.space
+            space.complete -= 1
+            space.arena_bytes -= entry.extent_bytes
+            del space.entries[entry.key], extents[entry.offset]
+            entry.offset = NO_OFFSET
+            spaces.add(space)
+        for space in spaces:
+            self.namespaces.drop_empty(space)
+        self.arena_bytes -= sum([entry.length for entry in entries])
+        self.num_visible -= len(entries)
+        self.num_entries -= len(entries)
 
     def reclaim(self, entry: Entry) -> None:
         """Takes an entry out of its stale space; what a transfer uses is freed when that ends."""
@@ -222,8 +289,3 @@ class Content:
         self.arena_bytes -= entry.length
         entry.space.arena_bytes -= entry.extent_bytes
         entry.offset = NO_OFFSET
-
-    def _add_extent(self, entry: Entry) -> None:
-        self.extents[entry.offset] = entry
-        self.arena_bytes += entry.length
-        entry.space.arena_bytes += entry.extent_bytes

@@ -89,7 +89,7 @@ class DiskIndex:
         if entry.location is not None or entry.writing:
             return None
         entry.writing = True
-        self._content.pin(entry)
+        self._content.pin([entry])
         return WriteResult(_record(entry), entry.offset, generation)
 
     def end_write(self, generation: int, location: Location | None) -> None:
@@ -114,7 +114,7 @@ class DiskIndex:
         else:
             content.add_record(entry, location)
             content.counters.disk_writes += 1
-        content.unpin(entry)
+        content.unpin([entry])
 
     def hidden_writes(self) -> list[int]:
         """Generations of values that are being written and were removed meanwhile; O(values in use)."""
@@ -125,7 +125,7 @@ class DiskIndex:
         """Undoes :meth:`begin_write` for a value that nobody is going to write."""
         entry = self._content.in_use[generation]
         entry.writing = False
-        self._content.unpin(entry)
+        self._content.unpin([entry])
 
     def unwritten(self) -> list[tuple[bytes, int]]:
         """``(key, generation)`` of the values that the arena alone holds; O(entries)."""
@@ -172,7 +172,7 @@ class DiskIndex:
         entry = content.in_use.get(generation)
         if entry is None or entry.pins or entry.state not in (_FETCHING, _EVICTING):
             raise LocalProtocolError(f"generation {generation} is not being fetched")
-        content.unhold(entry)
+        content.unhold([entry])
         if entry.state is _FETCHING and entry.space.current:
             if outcome is FetchOutcome.ARRIVED:
                 content.arrived(entry)
@@ -234,7 +234,7 @@ class DiskIndex:
             entry = Entry(
                 key, length, checksum, algorithm, layout, None, now, NO_OFFSET, generation, space, extent_bytes
             )
-            content.insert(entry, EntryEvent.RECOVER)
+            content.insert(entry)
             content.publish(entry)
             content.add_record(entry, location)
             content.counters.recovered += 1

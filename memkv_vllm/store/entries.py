@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
@@ -24,6 +25,7 @@ __all__ = [
     "TableCounters",
     "TableLimits",
     "TableStatistics",
+    "move_all",
 ]
 
 
@@ -93,6 +95,11 @@ TRANSITIONS: dict[tuple[EntryState, EntryEvent], EntryState] = {
     (_S.FETCHING, _E.REMOVE): _S.EVICTING,
 }
 """Every pair that may happen; any other is a bug of the driver (:class:`LocalProtocolError`)."""
+
+_AFTER: dict[EntryEvent, dict[EntryState, EntryState]] = {
+    event: {before: after for (before, what), after in TRANSITIONS.items() if what is event} for event in EntryEvent
+}
+"""The same, by event: what a batch goes through has one event and one state as a rule."""
 
 RESIDENT = (_S.COMPLETE, _S.PINNED)
 """States in which the value can be read from the arena; the eviction policy holds exactly these."""
@@ -269,7 +276,18 @@ class Entry:
         Raises:
             LocalProtocolError: it is not allowed in this state.
         """
-        after = TRANSITIONS.get((self.state, event))
+        after = _AFTER[event].get(self.state)
         if after is None:
             raise LocalProtocolError(f"key {self.key.hex()} is {self.state.name}: {event.name} is not allowed")
         self.state = after
+
+
+def move_all(entries: Iterable[Entry], event: EntryEvent) -> None:
+    """:meth:`Entry.move` for each of ``entries``."""
+    after = _AFTER[event].get
+    for entry in entries:
+        state = after(entry.state)
+        if state is None:
+            entry.move(event)  # raises, saying why
+        else:
+            entry.state = state

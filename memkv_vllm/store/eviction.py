@@ -15,7 +15,7 @@ A policy may remember keys that have left (the ghost queue of S3-FIFO) as long a
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -33,6 +33,9 @@ class EvictionPolicy(Protocol):
 
     def added(self, key: bytes) -> None:
         """A value was committed under ``key``, or came back from disk."""
+
+    def added_many(self, keys: Sequence[bytes]) -> None:
+        """:meth:`added` for each of ``keys``, in this order: a batch was committed."""
 
     def touched(self, key: bytes) -> None:
         """The value under ``key`` was read or found by a lookup."""
@@ -69,6 +72,14 @@ class LruPolicy:
             raise LocalProtocolError(f"eviction policy: key {key.hex()} added twice")
         self._keys[key] = None
 
+    def added_many(self, keys: Sequence[bytes]) -> None:
+        """Appends ``keys``; raises as :meth:`added` does."""
+        known = self._keys
+        for key in keys:
+            if key in known:
+                self.added(key)  # raises, saying why
+            known[key] = None
+
     def touched(self, key: bytes) -> None:
         """Makes ``key`` the newest.
 
@@ -84,10 +95,9 @@ class LruPolicy:
         Raises:
             LocalProtocolError: one is not there.
         """
-        renew = self._keys.move_to_end
         try:
-            for key in keys:
-                renew(key)
+            # A deque of no length takes what a map gives without a step of the interpreter for each.
+            deque(map(self._keys.move_to_end, keys), maxlen=0)
         except KeyError as error:
             raise LocalProtocolError(f"eviction policy: key {error.args[0].hex()} is not known") from None
 
@@ -97,8 +107,10 @@ class LruPolicy:
         Raises:
             LocalProtocolError: it is not there.
         """
-        self._require(key)
-        del self._keys[key]
+        try:
+            del self._keys[key]
+        except KeyError:
+            raise LocalProtocolError(f"eviction policy: key {key.hex()} is not known") from None
 
     def victims(self) -> Iterator[bytes]:
         """Oldest first. A victim that the caller leaves in place is in use and becomes the newest."""

@@ -47,6 +47,11 @@ class NamespacePolicies:
             own = self._own[namespace] = self._make()
         own.added(key)
 
+    def added_many(self, keys: Sequence[bytes]) -> None:
+        """Values were committed under ``keys``."""
+        for key in keys:
+            self.added(key)
+
     def touched(self, key: bytes) -> None:
         """The value under ``key`` was used."""
         self._all.touched(key)

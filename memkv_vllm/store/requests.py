@@ -9,21 +9,22 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from memkv_vllm import __version__
 from memkv_vllm.config import LimitsConfig, Right
 from memkv_vllm.errors import RemoteProtocolError, StoreError
+from memkv_vllm.protocol.columns import GetColumns, PutColumns
 from memkv_vllm.protocol.frame import MessageType
 from memkv_vllm.protocol.messages import (
     Admin,
     Delete,
     Exists,
-    Get,
     Manifest,
     ManifestEntry,
-    Put,
     ReportBad,
 )
 from memkv_vllm.store.commands import AdminCommands
@@ -104,14 +105,14 @@ class Requests:
     # Messages
 
     async def _put(self, session: StoreSession, body: memoryview) -> bytes:
-        request = Put.unpack(body)
-        self._check_batch("PUT", len(request.items))
-        return bytes(await self._transfers.put(session, request))
+        request = PutColumns.unpack(body)
+        self._check_batch("PUT", len(request.keys))
+        return await self._transfers.put(session, request)
 
     async def _get(self, session: StoreSession, body: memoryview) -> bytes:
-        request = Get.unpack(body)
-        self._check_batch("GET", len(request.items))
-        return Get.pack_reply(await self._transfers.get(session, request))
+        request = GetColumns.unpack(body)
+        self._check_batch("GET", len(request.keys))
+        return await self._transfers.get(session, request)
 
     def _exists(self, session: StoreSession, body: memoryview) -> bytes:
         request = Exists.unpack(body)
@@ -177,11 +178,13 @@ class Requests:
     async def _stat(self, session: StoreSession, body: memoryview) -> bytes:
         _expect_empty(body)
         shown = self._statistics()
+        # Who runs servers and clients of two releases, or on two clocks, should see it from here.
+        shown["server"] = {**shown["server"], "version": __version__, "time_s": round(time.time(), 3)}
         if not session.access.sees_everything:
             # The rest tells how much others store and move. Who it is, and what it does itself, everybody may see.
             key_id, server = session.peer.established.key_id, shown["server"]
             shown = {
-                "server": {name: server[name] for name in ("server_id", "boot_id", "uptime_s")},
+                "server": {name: server[name] for name in ("server_id", "boot_id", "uptime_s", "version", "time_s")},
                 "sessions": [row for row in shown["sessions"] if row["key_id"] == key_id],
             }
         return json.dumps(shown, separators=(",", ":")).encode()

@@ -20,6 +20,7 @@ from memkv_vllm.errors import LocalProtocolError
 from memkv_vllm.store.content import Content
 from memkv_vllm.store.entries import Entry, EntryState, TableLimits
 from memkv_vllm.store.policies import NamespacePolicies
+from memkv_vllm.store.spaces import NAMESPACE
 
 __all__ = ["EXTRA_EVICTIONS", "Room"]
 
@@ -94,8 +95,35 @@ class Room:
         if offset is None:
             offset = self._make_room(length)
         if self._draining or arena.used > self._high:
-            self._drain()
+            self._drain(EXTRA_EVICTIONS)
         return offset
+
+    def allocate_many(self, length: int, namespace: bytes, count: int) -> list[int]:
+        """Takes extents for ``count`` new values of one length, as far as no single one needs to be looked after.
+
+        Args:
+            length: bytes of each.
+            namespace: 32 bytes.
+            count: of them.
+
+        Returns:
+            their offsets; what is missing, maybe all, is for :meth:`allocate`, one by one.
+        """
+        content, arena = self._content, self._content.allocator
+        need = arena.rounded(length)
+        count = min(count, (arena.size - content.in_use_bytes) // need, self._limits.max_entries - content.num_entries)
+        if self._own_order is not None:
+            space = content.namespaces.current.get(namespace)
+            count = min(count, (self._quota - (space.arena_bytes if space is not None else 0)) // need)
+        if count <= 0:
+            return []
+        missing = count * need - (arena.size - arena.used)
+        if missing > 0:
+            self.evict(missing, 2 * count)
+        offsets = arena.allocate_many(length, count)
+        if self._draining or arena.used > self._high:
+            self._drain(EXTRA_EVICTIONS * len(offsets))
+        return offsets
 
     def sweep(self, max_entries: int) -> int:
         """Reclaims up to ``max_entries`` entries of stale spaces; returns how many were looked at."""
@@ -110,10 +138,11 @@ class Room:
         content, values = self._content, 0
         before = content.allocator.used
         target = max(0, before - num_bytes)
-        while content.allocator.used > target and values < max_values:
-            if not (self.sweep(1) or self._evict_one(content.policy.victims())):
-                break
+        while content.allocator.used > target and values < max_values and self.sweep(1):
             values += 1
+        left, most = content.allocator.used - target, max_values - values
+        if left > 0 and most > 0:
+            values += self._evict_victims(left, most)
         return values, before - content.allocator.used
 
     def drop_oldest_record(self) -> bool:
@@ -180,15 +209,35 @@ class Room:
                 return found
         return []
 
-    def _drain(self) -> None:
+    def _drain(self, max_values: int) -> None:
         arena = self._content.allocator
-        self._draining = True
-        for _ in range(EXTRA_EVICTIONS):
-            if arena.used <= self._low:
-                self._draining = False
-                return
-            if not (self.sweep(1) or self._evict_one(self._content.policy.victims())):
-                return
+        self.evict(arena.used - self._low, max_values)
+        self._draining = arena.used > self._low
+
+    def _evict_victims(self, num_bytes: int, max_values: int) -> int:
+        """Frees the extents of the first victims that are not in use, up to so many bytes; returns their number."""
+        content, policy, spaces = self._content, self._content.policy, self._content.namespaces.current
+        gone: list[Entry] = []
+        demoted = 0
+        for key in policy.victims():
+            # What the policy knows is in a current space or stale: not worth a call for each of so many.
+            space = spaces.get(key[NAMESPACE])
+            entry = None if space is None else space.entries.get(key)
+            if entry is None or entry.state is not _COMPLETE:
+                continue
+            num_bytes -= entry.extent_bytes
+            if entry.location is not None:
+                self._free_extent(entry)
+                demoted += 1
+            else:
+                policy.removed(key)
+                gone.append(entry)
+            if num_bytes <= 0 or len(gone) + demoted == max_values:
+                break
+        content.discard(gone)
+        content.counters.evictions += len(gone)
+        content.counters.evicted_bytes += sum([entry.length for entry in gone])
+        return len(gone) + demoted
 
     def _evict_one(self, victims: Iterable[bytes]) -> bool:
         """Frees the extent of the first victim that is not in use."""

@@ -60,6 +60,11 @@ class S3FifoPolicy:
         else:
             self._small[key] = 0
 
+    def added_many(self, keys: Sequence[bytes]) -> None:
+        """Enters each of ``keys``; raises as :meth:`added` does."""
+        for key in keys:
+            self.added(key)
+
     def touched(self, key: bytes) -> None:
         """Counts a use of ``key``.
 

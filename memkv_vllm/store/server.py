@@ -27,7 +27,7 @@ import anyio.to_thread
 from anyio.abc import TaskGroup, TaskStatus
 
 from memkv_vllm.config import ServerConfig
-from memkv_vllm.errors import LocalProtocolError
+from memkv_vllm.errors import EnvironmentFault, LocalProtocolError
 from memkv_vllm.store.arena import ArenaAllocator
 from memkv_vllm.store.eviction import EvictionPolicy
 from memkv_vllm.store.garbage import Freezer
@@ -230,6 +230,10 @@ class StoreServer:
     ) -> None:
         try:
             await transport.serve(self.handler, memory, task_status=task_status)
+        except EnvironmentFault as error:
+            # Of this host, and complete as it is: where in this program it was noticed helps nobody.
+            logger.error("transport.failed name=%s reason=%r: the server stops", transport.name, str(error))
+            raise
         except Exception:
             logger.exception("transport.failed name=%s: the server stops", transport.name)
             raise

@@ -5,44 +5,28 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from typing import NamedTuple
 
 import anyio
 
 from memkv_vllm.errors import RemoteProtocolError
+from memkv_vllm.store.bulkqueue import BulkKind
+from memkv_vllm.store.entries import Entry
 from memkv_vllm.store.keyring import Access
 from memkv_vllm.transports.base import ServerPeer
-from memkv_vllm.types import Extent
 
-__all__ = ["StoreSession", "Use", "UseKind"]
+__all__ = ["StoreSession", "Use"]
 
 
 LICENSE_CHECK_S = 60.0
 """How often a session's license is compared with the wall clock: it ends at most this late after a step of it."""
 
 
-class UseKind(Enum):
-    """How a transfer uses an extent of the arena."""
+class Use(NamedTuple):
+    """An extent that a request has given up: the target of a pull, or the source of a push, that may still run."""
 
-    RESERVED = auto()
-    """It is the target of a pull."""
-    PINNED = auto()
-    """It is the source of a push."""
-
-
-@dataclass(slots=True, eq=False)
-class Use:
-    """One extent that one request uses; ``open`` until it was given back to the table or given up."""
-
-    kind: UseKind
-    index: int
-    """Place in the request's batch."""
-    key: bytes
-    generation: int
-    offset: int
-    remote: Extent
-    checksum: int
-    open: bool = True
+    kind: BulkKind
+    entry: Entry
 
 
 @dataclass(slots=True, eq=False)
@@ -88,11 +72,3 @@ class StoreSession:
                 with anyio.move_on_after(left_s if left_s == math.inf else min(left_s, LICENSE_CHECK_S)):
                     await self._condemned.wait()
         raise self._verdict
-
-    def give_up(self, uses: list[Use]) -> int:
-        """Moves those of ``uses`` that are open into limbo; returns how many these are."""
-        given_up = [use for use in uses if use.open]
-        for use in given_up:
-            use.open = False
-        self.limbo += given_up
-        return len(given_up)

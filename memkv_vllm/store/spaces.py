@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from memkv_vllm.store.entries import VISIBLE, Entry, Space
@@ -44,6 +45,28 @@ class Spaces:
         space = self.current.get(key[NAMESPACE])
         return None if space is None else space.entries.get(key)
 
+    def entries(self, keys: Sequence[bytes], now: float) -> list[Entry | None]:
+        """The entry of each of ``keys``, in whatever state; notes that their namespaces were used ``now`` (seconds).
+
+        The keys of a batch have one namespace as a rule. So all are looked up in that of the first, at C speed, and
+        only what is not found there is asked for its namespace: a key of another one cannot be found there.
+        """
+        namespace = keys[0][NAMESPACE] if keys else b""
+        space = self.current.get(namespace)
+        found: list[Entry | None] = [None] * len(keys)
+        if space is not None:
+            space.last_used = now
+            found = list(map(space.entries.get, keys))
+            if all(found):
+                return found
+        for index, key in enumerate(keys):
+            if found[index] is None and key[NAMESPACE] != namespace:
+                other = self.current.get(key[NAMESPACE])
+                if other is not None:
+                    other.last_used = now
+                    found[index] = other.entries.get(key)
+        return found
+
     def find(self, key: bytes) -> Entry | None:
         """The same, if a lookup may find it."""
         entry = self.entry(key)
@@ -63,8 +86,12 @@ class Spaces:
         space = entry.space
         if space.entries.get(entry.key) is entry:
             del space.entries[entry.key]
-            if not space.entries and space.current:
-                del self.current[space.namespace]
+            self.drop_empty(space)
+
+    def drop_empty(self, space: Space) -> None:
+        """A current space whose last entry was taken out goes."""
+        if not space.entries and space.current:
+            del self.current[space.namespace]
 
     def retire(self, namespace: bytes) -> Space | None:
         """Makes the current space of a namespace stale and returns it; O(1). None: it holds nothing."""
@@ -86,11 +113,9 @@ class Spaces:
             self._stale.popleft()
         return None
 
-    def stale_entries(self, key: bytes) -> list[Entry]:
-        """Entries of ``key`` in stale spaces."""
-        if not self._stale:
-            return []
-        found = [space.entries.get(key) for space in self._stale]
+    def stale_entries(self, keys: Sequence[bytes]) -> list[Entry]:
+        """Entries of ``keys`` in stale spaces."""
+        found = [entry for space in self._stale for entry in map(space.entries.get, keys)]
         return [entry for entry in found if entry is not None]
 
     def idle(self, idle_s: float, now: float) -> list[bytes]:

@@ -21,7 +21,8 @@ it costs the same whatever the namespace holds: everything in a stale space is i
 reclaimed by allocation, which prefers it, or by :meth:`Table.sweep` in bounded steps.
 
 Parts: :mod:`~memkv_vllm.store.content` (entries and what they hold), :mod:`~memkv_vllm.store.room` (allocation and
-eviction), :mod:`~memkv_vllm.store.disk_index` (what a disk sees).
+eviction), :mod:`~memkv_vllm.store.batches` (what a PUT or a GET does), :mod:`~memkv_vllm.store.disk_index` (what a disk
+sees).
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from dataclasses import replace
 from operator import mul
 
 from memkv_vllm.store.arena import ArenaAllocator
+from memkv_vllm.store.batches import Batches, NewValues
 from memkv_vllm.store.content import Content
 from memkv_vllm.store.disk_index import DiskIndex
 from memkv_vllm.store.entries import (
     RESIDENT,
     VISIBLE,
     Entry,
-    EntryEvent,
     EntryState,
     PinResult,
     ReserveResult,
@@ -69,11 +70,12 @@ class Table:
         self._room = Room(self._content, self.limits)
         self.disk = DiskIndex(self._content, self._room, self.limits)
         """For the driver of a disk; without one, nothing is ever on disk."""
-        self._allocator, self._policy = allocator, policy
+        self.batches = Batches(self._content, self._room)
+        """For whole requests. The single-value methods of the table are batches of one."""
+        self._policy = policy
         self._counters = self._content.counters
         self._namespaces = self._content.namespaces
         self._spaces = self._namespaces.current
-        self._owned: dict[object, dict[int, bytes]] = {}
 
     def __repr__(self) -> str:
         content = self._content
@@ -102,23 +104,12 @@ class Table:
             ``OK`` with offset and generation; ``EXISTS`` (complete already), ``PENDING`` (reserved by an earlier
             writer), ``TOO_LARGE`` (more than the arena or the limit) or ``NO_SPACE`` (nothing left to evict).
         """
-        refused = self._refusal(key, length)
-        if refused is not None:
-            return ReserveResult(refused)
-        self._reclaim_older(key)
-        offset, evicted = self._room.allocate(length, key[NAMESPACE], 1), self._room.evicted
-        if offset is None:
-            self._counters.refused_no_space += 1
-            return ReserveResult(Status.NO_SPACE, evicted=evicted)
-        content = self._content
-        space = self._namespaces.open(key, now)
-        generation, extent_bytes = content.next_generation(), self._allocator.rounded(length)
-        entry = Entry(key, length, checksum, algorithm, layout, owner, now, offset, generation, space, extent_bytes)
-        content.insert(entry, EntryEvent.RESERVE)
-        content.hold(entry)
-        self._owned.setdefault(owner, {})[generation] = key
-        self._counters.reservations += 1
-        return ReserveResult(Status.OK, offset, generation, evicted)
+        values = NewValues([key], [length], [checksum], [layout], algorithm, owner)
+        statuses, reserved = self.batches.reserve(values, now)
+        status, evicted = Status(statuses[0]), self._room.evicted
+        if not reserved:
+            return ReserveResult(status, evicted=evicted if status is Status.NO_SPACE else 0)
+        return ReserveResult(status, reserved[0].offset, reserved[0].generation, evicted)
 
     def commit(self, key: bytes, generation: int) -> bool:
         """Makes a reserved value visible; all its bytes must be in place and checked.
@@ -129,20 +120,8 @@ class Table:
         Raises:
             LocalProtocolError: no such reservation.
         """
-        content = self._content
-        entry = content.held(key, generation)
-        entry.move(EntryEvent.COMMIT)
-        self._disown(entry)
-        content.unhold(entry)
-        if not entry.space.current:
-            entry.move(EntryEvent.REMOVE)
-            self._namespaces.detach(entry)
-            content.release(entry)
-            self._counters.commits_hidden += 1
-            return False
-        content.publish(entry)
-        self._counters.commits += 1
-        return True
+        (visible,) = self.batches.commit([self._content.held(key, generation)])
+        return visible
 
     def abort(self, key: bytes, generation: int) -> None:
         """Undoes a reservation and frees its bytes: only after its pull has ended or was fenced.
@@ -150,18 +129,12 @@ class Table:
         Raises:
             LocalProtocolError: no such reservation.
         """
-        content = self._content
-        entry = content.held(key, generation)
-        entry.move(EntryEvent.ABORT)
-        self._disown(entry)
-        content.unhold(entry)
-        self._namespaces.detach(entry)
-        content.release(entry)
-        self._counters.aborts += 1
+        self.batches.abort([self._content.held(key, generation)])
 
     def release_owner(self, owner: object) -> list[tuple[bytes, int]]:
-        """The ``(key, generation)`` of every open reservation of ``owner``; changes nothing."""
-        return [(key, generation) for generation, key in self._owned.get(owner, {}).items()]
+        """The ``(key, generation)`` of every open reservation of ``owner``; changes nothing. O(values in use)."""
+        mine = [e for e in self._content.in_use.values() if e.state is _RESERVED and e.owner == owner]
+        return [(entry.key, entry.generation) for entry in mine]
 
     # Readers
 
@@ -172,21 +145,13 @@ class Table:
             ``OK`` with offset, checksum and generation; ``ABSENT``; ``BAD_LENGTH`` or ``BAD_LAYOUT`` with the
             generation, so that the reader can report the value; ``PENDING`` when it is on disk alone: nothing is held.
         """
-        entry = self._find(key)
+        statuses, (entry,) = self.batches.pin([key], [length], [layout], now)
+        status = Status(statuses[0])
         if entry is None:
-            self._counters.misses += 1
-            return PinResult(Status.ABSENT)
-        if entry.length != length or entry.layout != layout:
-            self._counters.mismatches += 1
-            status = Status.BAD_LENGTH if entry.length != length else Status.BAD_LAYOUT
+            return PinResult(status)
+        if status is not Status.OK:
             return PinResult(status, generation=entry.generation)
-        entry.space.last_used = now
-        if entry.state not in RESIDENT:
-            return PinResult(Status.PENDING, generation=entry.generation)
-        self._content.pin(entry)
-        self._policy.touched(key)
-        self._counters.hits += 1
-        return PinResult(Status.OK, entry.offset, entry.checksum, entry.algorithm, entry.generation)
+        return PinResult(status, entry.offset, entry.checksum, entry.algorithm, entry.generation)
 
     def unpin(self, key: bytes, generation: int) -> None:
         """Gives one pin back: only after its push has ended. The last one frees a hidden value.
@@ -194,7 +159,7 @@ class Table:
         Raises:
             LocalProtocolError: no such pin.
         """
-        self._content.unpin(self._content.held(key, generation))
+        self.batches.unpin([self._content.held(key, generation)])
 
     def exists(self, block_prefixes: Sequence[bytes], shards: int, now: float) -> bytes:
         """Which shards of which blocks are complete, in the arena or on disk. Pins nothing; counts as a use.
@@ -209,7 +174,8 @@ class Table:
         """
         # Shard after shard, which is the cheapest way to make the keys of a batch.
         suffixes = [shard.to_bytes(2, "big") for shard in range(shards)]
-        found = self._find_all([prefix + suffix for suffix in suffixes for prefix in block_prefixes], now)
+        keys = [prefix + suffix for suffix in suffixes for prefix in block_prefixes]
+        found = self._namespaces.entries(keys, now)
         used = [entry.key for entry in found if entry is not None and entry.state in RESIDENT]
         self._policy.touched_many(used)
         if len(used) == len(found):
@@ -217,28 +183,6 @@ class Table:
         else:
             there = bytes([entry is not None and entry.state in VISIBLE for entry in found])
         return there if shards == 1 else _bitmap(there, shards)
-
-    def _find_all(self, keys: Sequence[bytes], now: float) -> list[Entry | None]:
-        """The entry of each key, in whatever state; notes the use of their namespaces.
-
-        The keys of a lookup have one namespace as a rule. So all are looked up in that of the first, at C speed, and
-        only what is not found there is asked for its namespace: a key of another one cannot be found there.
-        """
-        namespace = keys[0][NAMESPACE] if keys else b""
-        space = self._spaces.get(namespace)
-        found: list[Entry | None] = [None] * len(keys)
-        if space is not None:
-            space.last_used = now
-            found = list(map(space.entries.get, keys))
-            if all(found):
-                return found
-        for index, key in enumerate(keys):
-            if found[index] is None and key[NAMESPACE] != namespace:
-                other = self._spaces.get(key[NAMESPACE])
-                if other is not None:
-                    other.last_used = now
-                    found[index] = other.entries.get(key)
-        return found
 
     # Removal
 
@@ -336,32 +280,6 @@ class Table:
 
     def _find(self, key: bytes) -> Entry | None:
         return self._namespaces.find(key)
-
-    def _refusal(self, key: bytes, length: int) -> Status | None:
-        entry = self._namespaces.entry(key)
-        if entry is not None:
-            if entry.state is _RESERVED:
-                self._counters.refused_pending += 1
-                return Status.PENDING
-            if entry.state in RESIDENT:
-                self._policy.touched(key)
-            self._counters.refused_exists += 1
-            return Status.EXISTS
-        if length > self._room.largest:
-            self._counters.refused_too_large += 1
-            return Status.TOO_LARGE
-        return None
-
-    def _reclaim_older(self, key: bytes) -> None:
-        """A policy holds a key once, so an older epoch's value must go before the key is reserved again."""
-        for entry in self._namespaces.stale_entries(key):
-            self._content.reclaim(entry)
-
-    def _disown(self, entry: Entry) -> None:
-        owned = self._owned[entry.owner]
-        del owned[entry.generation]
-        if not owned:
-            del self._owned[entry.owner]
 
 
 def _bitmap(there: bytes, shards: int) -> bytes:

@@ -3,6 +3,8 @@
     put:  reserve -> wait for a turn -> pull -> check -> commit
     get:  pin -> wait for a turn -> push -> unpin
 
+A request goes through this as a whole, in columns: nothing is made or awaited per value where all goes well.
+
 An extent is given back only after its transfer has ended. When that is not known (a deadline passed, the
 request was cancelled, the transport failed), its *use* goes into the session's limbo, and is settled (the
 reservation aborted, the pin given back) after the session's data path was fenced: here at once after a
@@ -15,7 +17,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import anyio
@@ -24,14 +26,16 @@ import anyio.to_thread
 from memkv_vllm.config import LimitsConfig, Right
 from memkv_vllm.errors import RemoteProtocolError, StoreError
 from memkv_vllm.protocol.checksum import ChecksumAlgorithm, digest
-from memkv_vllm.protocol.messages import Get, GetResult, Put
+from memkv_vllm.protocol.columns import GetColumns, PutColumns, pack_get_reply
+from memkv_vllm.store.batches import NewValues, pick
 from memkv_vllm.store.bulkqueue import BulkKind, BulkTicket
+from memkv_vllm.store.entries import Entry
 from memkv_vllm.store.latency import Latency
 from memkv_vllm.store.residency import Residency
-from memkv_vllm.store.sessions import StoreSession, Use, UseKind
+from memkv_vllm.store.sessions import StoreSession, Use
 from memkv_vllm.store.table import Table
 from memkv_vllm.store.turns import BulkTurns
-from memkv_vllm.transports.base import Move, remaining
+from memkv_vllm.transports.base import Move, Moves, remaining
 from memkv_vllm.transports.memory import HostMemory
 from memkv_vllm.types import Deadline, Status
 
@@ -47,28 +51,59 @@ _OVERRUN_S = 5.0
 _Operation = Callable[[Sequence[Move], Deadline], Awaitable[list[Status]]]
 
 
-class _Moved(NamedTuple):
-    status: Status
-    ended: bool
-    """False: bytes may still move; only a fence ends it."""
+class _Names(NamedTuple):
+    """Counters of one kind of request: those of every request, whose names are not made each time."""
+
+    statuses: tuple[str, ...]
+    """By status; these are numbered from 0."""
+    bytes: str
 
 
-_NOT_STARTED = _Moved(Status.BUSY, ended=True)
-_ABANDONED = _Moved(Status.TIMEOUT, ended=False)
+def _names(kind: str) -> _Names:
+    return _Names(tuple(f"{kind}_{status.name.lower()}" for status in Status), f"{kind}_bytes")
+
+
+_NAMES = {kind: _names(kind.name.lower()) for kind in BulkKind}
+_OK, _FAILED = bytes([Status.OK]), bytes([Status.FAILED])
+_NAMED = (Status.OK, Status.BAD_LENGTH, Status.BAD_LAYOUT)
+"""Statuses of a GET that come with the value's generation."""
 
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """One request on its way."""
+    """One request on its way. Columns of equal length; a value is known by its place in them."""
 
     session: StoreSession
     kind: BulkKind
     ticket: BulkTicket
     deadline: Deadline
-    algorithm: int
-    statuses: list[Status]
     started: float
     """On the clock of the deadline."""
+    request: PutColumns | GetColumns
+    statuses: bytearray
+    uses: dict[int, Entry] = field(default_factory=dict)
+    """Extents of the arena that the request uses, by place: until they are given back to the table or given up."""
+
+    def note(self, places: Sequence[int], statuses: bytes | bytearray) -> None:
+        """What the table said of the values at ``places``; those that may be moved have failed until they were."""
+        statuses = statuses.replace(_OK, _FAILED)
+        if len(places) == len(self.statuses):
+            self.statuses[:] = statuses
+        else:
+            for place, status in zip(places, statuses, strict=True):
+                self.statuses[place] = status
+
+    def moves(self, places: Sequence[int]) -> Moves:
+        """What the data path is to do for the values at ``places``."""
+        request, uses = self.request, self.uses
+        offsets = [uses[place].offset for place in places]
+        return Moves(
+            pick(places, request.regions), pick(places, request.offsets), pick(places, request.lengths), offsets
+        )
+
+    def take(self, places: Sequence[int]) -> list[Entry]:
+        """The uses at ``places``, which the caller ends."""
+        return list(map(self.uses.pop, places))
 
 
 class Transfers:
@@ -95,6 +130,7 @@ class Transfers:
         residency: Residency | None = None,
     ) -> None:
         self._table = table
+        self._batches = table.batches
         self._residency = residency
         self._memory = memory
         self._turns = turns
@@ -105,11 +141,11 @@ class Transfers:
         self.latencies = {BulkKind.PUT: Latency(), BulkKind.GET: Latency()}
         """How long batches took that were answered, from :meth:`put` or :meth:`get` on."""
 
-    async def put(self, session: StoreSession, request: Put) -> list[Status]:
+    async def put(self, session: StoreSession, request: PutColumns) -> bytes:
         """Stores the values that a PUT names.
 
         Returns:
-            one status per item; ``OK`` only for a value that is visible now through this request.
+            the reply's body: one status per value; ``OK`` only for one that is visible now through this request.
 
         Raises:
             StoreError: the checksum algorithm is not known; nothing moved.
@@ -119,42 +155,38 @@ class Transfers:
         if request.algorithm not in ChecksumAlgorithm._value2member_map_:
             self._counters["put_unknown_algorithm"] += 1
             raise StoreError(f"PUT with checksum algorithm {request.algorithm}, which this server does not know")
-        job = self._job(session, BulkKind.PUT, request.timeout_ms, len(request.items), request.algorithm)
-        uses: list[Use] = []
+        job = self._job(session, BulkKind.PUT, request)
         try:
-            self._reserve(job, request, uses)
-            await self._run(job, uses)
+            self._reserve(job, request)
+            await self._run(job, list(job.uses))
         finally:
-            self._give_up(job, uses)
-        self._count(job, sum(request.items[i].extent.length for i, s in enumerate(job.statuses) if s is Status.OK))
-        return job.statuses
+            if job.uses:
+                self._give_up(job, list(job.uses))
+        self._count(job)
+        return bytes(job.statuses)
 
-    async def get(self, session: StoreSession, request: Get) -> list[GetResult]:
+    async def get(self, session: StoreSession, request: GetColumns) -> bytes:
         """Fetches the values that a GET names into the session's regions.
 
         Returns:
-            one result per item; the bytes are in place where its status is ``OK``.
+            the reply's body: one result per value; the bytes are in place where its status is ``OK``.
 
         Raises:
             RemoteProtocolError: the session was fenced.
         """
         self._require_data_path(session)
-        job = self._job(session, BulkKind.GET, request.timeout_ms, len(request.items), 0)
-        results = [GetResult(Status.FAILED, 0, 0, 0)] * len(request.items)
-        uses: list[Use] = []
+        job = self._job(session, BulkKind.GET, request)
         try:
-            on_disk = self._pin(job, request, uses, results)
+            found, on_disk = self._pin(job, request)
             if on_disk and self._residency is not None:
-                await self._run_with_disk(job, request, uses, results, on_disk, self._residency)
+                await self._run_with_disk(job, request, found, on_disk, self._residency)
             else:
-                await self._run(job, uses)
+                await self._run(job, list(job.uses))
         finally:
-            self._give_up(job, uses)
-        self._count(job, sum(request.items[i].extent.length for i, s in enumerate(job.statuses) if s is Status.OK))
-        return [
-            result if result.status is status else GetResult(status, 0, 0, 0)
-            for result, status in zip(results, job.statuses, strict=True)
-        ]
+            if job.uses:
+                self._give_up(job, list(job.uses))
+        self._count(job)
+        return _pack_results(job.statuses, found)
 
     async def fence(self, session: StoreSession) -> None:
         """Stops the session's data path for good and settles its limbo; returns when no byte can move any more."""
@@ -166,177 +198,230 @@ class Transfers:
     def settle(self, session: StoreSession) -> None:
         """Gives back every extent in the session's limbo: only after its peer was fenced."""
         uses, session.limbo = session.limbo, []
-        for use in uses:
-            self._give_back(use)
+        for kind, entry in uses:
+            self._give_back(kind, [entry])
             self._counters["settled_after_fence"] += 1
 
     # Steps of a request
 
-    def _reserve(self, job: _Job, request: Put, uses: list[Use]) -> None:
-        owner, now = job.session.peer.established.session, self._clock()
-        for index, (key, checksum, layout, extent) in enumerate(request.items):
-            if not job.session.access.may(Right.WRITE, key):
-                job.statuses[index] = Status.DENIED
-            elif extent.length == 0:
-                job.statuses[index] = Status.BAD_LENGTH
-            else:
-                status, offset, generation, _ = self._table.reserve(
-                    key, extent.length, checksum, request.algorithm, layout, owner, now
-                )
-                job.statuses[index] = status
-                if status is Status.OK:
-                    job.statuses[index] = Status.FAILED  # until it is committed
-                    uses.append(Use(UseKind.RESERVED, index, key, generation, offset, extent, checksum))
+    def _reserve(self, job: _Job, request: PutColumns) -> None:
+        places = self._allowed(job, Right.WRITE)
+        if 0 in request.lengths:
+            for place in [place for place in places if not request.lengths[place]]:
+                job.statuses[place] = Status.BAD_LENGTH
+            places = [place for place in places if request.lengths[place]]
+        values = NewValues(
+            pick(places, request.keys),
+            pick(places, request.lengths),
+            pick(places, request.checksums),
+            pick(places, request.layouts),
+            request.algorithm,
+            job.session.peer.established.session,
+        )
+        statuses, reserved = self._batches.reserve(values, self._clock())
+        job.note(places, statuses)
+        job.uses = {places[index]: entry for index, entry in reserved.items()}
 
-    def _pin(self, job: _Job, request: Get, uses: list[Use], results: list[GetResult]) -> list[int]:
-        """Pins what is in the arena; returns the indexes of what is on disk alone."""
-        now, on_disk = self._clock(), []
-        for index, (key, layout, extent) in enumerate(request.items):
-            if not job.session.access.may(Right.READ, key):
-                job.statuses[index] = Status.DENIED
-                continue
-            status, offset, checksum, algorithm, generation = self._table.pin(key, extent.length, layout, now)
-            job.statuses[index] = status
-            results[index] = GetResult(status, algorithm, checksum, generation)
-            if status is Status.OK:
-                job.statuses[index] = Status.FAILED  # until it was pushed
-                uses.append(Use(UseKind.PINNED, index, key, generation, offset, extent, checksum))
-            elif status is Status.PENDING:
-                on_disk.append(index)
-        return on_disk
+    def _pin(self, job: _Job, request: GetColumns) -> tuple[list[Entry | None], list[int]]:
+        """Pins what is in the arena; returns the entry of each value, and the places of what is on disk alone."""
+        places = self._allowed(job, Right.READ)
+        statuses, entries = self._batches.pin(
+            pick(places, request.keys), pick(places, request.lengths), pick(places, request.layouts), self._clock()
+        )
+        job.note(places, statuses)
+        found: list[Entry | None] = [None] * len(request.keys)
+        for place, status, entry in zip(places, statuses, entries, strict=True):
+            found[place] = entry
+            if entry is not None and not status:
+                job.uses[place] = entry
+        if Status.PENDING not in statuses:
+            return found, []
+        return found, [place for place, status in zip(places, statuses, strict=True) if status == Status.PENDING]
 
-    async def _run(self, job: _Job, uses: list[Use]) -> None:
-        slices = [uses[part] for part in self._turns.slices(job.kind, [use.remote.length for use in uses])]
+    def _allowed(self, job: _Job, right: Right) -> Sequence[int]:
+        """Places of the values that the session has ``right`` for; the others are denied."""
+        keys, (rights, within) = job.request.keys, job.session.access
+        if right in rights and not within:
+            return range(len(keys))
+        allowed = [place for place, key in enumerate(keys) if right in rights and key.startswith(within)]
+        for place in set(range(len(keys))).difference(allowed):
+            job.statuses[place] = Status.DENIED
+        return allowed
+
+    async def _run(self, job: _Job, places: list[int]) -> None:
+        slices = self._turns.slices(job.kind, pick(places, job.request.lengths))
         if len(slices) == 1:
-            await self._slice(job, slices[0])
+            await self._slice(job, places)
         elif slices:
             async with anyio.create_task_group() as tasks:
                 for part in slices:
-                    tasks.start_soon(self._slice, job, part)
+                    tasks.start_soon(self._slice, job, places[part])
 
     async def _run_with_disk(
         self,
         job: _Job,
-        request: Get,
-        uses: list[Use],
-        results: list[GetResult],
+        request: GetColumns,
+        found: list[Entry | None],
         on_disk: list[int],
         residency: Residency,
     ) -> None:
         """Pushes what is in the arena at once, and the rest as it comes back; nobody holds a lane while waiting."""
 
-        async def bring(index: int) -> None:
-            key, layout, extent = request.items[index]
-            pinned = await residency.pin(key, extent.length, layout, job.deadline)
-            status, offset, checksum, algorithm, generation = pinned
-            job.statuses[index] = status
-            results[index] = GetResult(status, algorithm, checksum, generation)
-            if status is Status.OK:
-                job.statuses[index] = Status.FAILED  # until it was pushed
-                use = Use(UseKind.PINNED, index, key, generation, offset, extent, checksum)
-                uses.append(use)  # so that it is given up with the others
-                await self._slice(job, [use])
+        async def bring(place: int) -> None:
+            key = request.keys[place]
+            pinned = await residency.pin(key, request.lengths[place], request.layouts[place], job.deadline)
+            job.note([place], bytes([pinned.status]))
+            found[place] = None
+            if pinned.status is Status.OK:
+                found[place] = job.uses[place] = self._batches.held(key, pinned.generation)
+                await self._slice(job, [place])
 
-        present = list(uses)
+        present = list(job.uses)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._run, job, present)
-            for index in on_disk:
-                tasks.start_soon(bring, index)
+            for place in on_disk:
+                tasks.start_soon(bring, place)
 
-    async def _slice(self, job: _Job, uses: list[Use]) -> None:
+    async def _slice(self, job: _Job, places: list[int]) -> None:
         bulk = job.session.peer.bulk
         async with self._turns.turn(job.ticket, remaining(job.deadline, self._clock())) as granted:
             if granted:
-                moved = await self._move(bulk.pull if job.kind is BulkKind.PUT else bulk.push, job, uses)
+                moved = await self._move(bulk.pull if job.kind is BulkKind.PUT else bulk.push, job, places)
             else:
-                moved = [_NOT_STARTED] * len(uses)
+                moved = [Status.BUSY] * len(places)
                 self._counters[f"{job.kind.name.lower()}_no_turn"] += 1
-        arrived = []
-        for use, (status, ended) in zip(uses, moved, strict=True):
-            job.statuses[use.index] = status
-            if ended and use.kind is UseKind.RESERVED and status is Status.OK:
-                arrived.append(use)
-            elif ended:
-                self._give_back(use)
-        if arrived:
-            await self._commit(job, arrived)
-        if self._give_up(job, uses):
-            await self.fence(job.session)
+        for place, status in zip(places, moved, strict=True):
+            job.statuses[place] = status
+        arrived, ended = _sorted_out(places, moved, job.session)
+        if job.kind is BulkKind.PUT:
+            self._give_back(job.kind, job.take(ended))
+            if arrived:
+                await self._commit(job, arrived)
+        else:
+            self._give_back(job.kind, job.take([*arrived, *ended]))
+        if len(arrived) + len(ended) < len(places):
+            # A push may still move bytes in the client's memory: it is told TIMEOUT, and fences for its part. FAILED
+            # would say that nothing moves any more.
+            for place in set(places).difference(arrived, ended):
+                job.statuses[place] = Status.TIMEOUT
+            if self._give_up(job, places):
+                await self.fence(job.session)
 
-    async def _move(self, operation: _Operation, job: _Job, uses: list[Use]) -> list[_Moved]:
-        moves = [Move(use.remote, use.offset) for use in uses]
+    async def _move(self, operation: _Operation, job: _Job, places: Sequence[int]) -> list[Status]:
+        """Moves the values; ``TIMEOUT`` of what may still be moving."""
         problem = "bulk_overrun"
         try:
             with anyio.move_on_after(remaining(job.deadline, self._clock()) + _OVERRUN_S):
-                statuses = await operation(moves, job.deadline)
-                if len(statuses) == len(moves):
-                    # While a fence is on its way a move may fail before its last piece has landed.
-                    unsure = (Status.TIMEOUT, Status.FAILED) if job.session.fenced else (Status.TIMEOUT,)
-                    return [_Moved(status, status not in unsure) for status in statuses]
+                statuses = await operation(job.moves(places), job.deadline)
+                if len(statuses) == len(places):
+                    return statuses
                 problem = "bulk_wrong_count"
         except Exception:
             logger.exception("bulk.failed peer=%s", job.session.peer.label)
             problem = "bulk_error"
         logger.error("bulk.abandoned peer=%s reason=%s: the session is fenced", job.session.peer.label, problem)
         self._counters[problem] += 1
-        return [_ABANDONED] * len(moves)
+        return [Status.TIMEOUT] * len(places)
 
-    async def _commit(self, job: _Job, uses: list[Use]) -> None:
-        right = [True] * len(uses)
-        if job.algorithm != ChecksumAlgorithm.NONE:
-            if sum(use.remote.length for use in uses) <= INLINE_CHECK_BYTES:
-                right = self._check(uses)
+    async def _commit(self, job: _Job, places: Sequence[int]) -> None:
+        request, right = job.request, [True] * len(places)
+        if isinstance(request, PutColumns) and request.algorithm != ChecksumAlgorithm.NONE:
+            entries = [job.uses[place] for place in places]
+            if sum([entry.length for entry in entries]) <= INLINE_CHECK_BYTES:
+                right = self._check(entries)
             else:
-                right = await anyio.to_thread.run_sync(self._check, uses, limiter=self._threads)
-        for use, is_right in zip(uses, right, strict=True):
-            if not is_right:
-                job.statuses[use.index] = Status.BAD_CHECKSUM
-                self._give_back(use)
-                continue
-            use.open = False
-            if not self._table.commit(use.key, use.generation):
-                job.statuses[use.index] = Status.FAILED
+                right = await anyio.to_thread.run_sync(self._check, entries, limiter=self._threads)
+        if not all(right):
+            wrong = [place for place, is_right in zip(places, right, strict=True) if not is_right]
+            for place in wrong:
+                job.statuses[place] = Status.BAD_CHECKSUM
+            self._give_back(job.kind, job.take(wrong))
+            places = [place for place in places if place in job.uses]
+        entries = job.take(places)
+        visible = self._batches.commit(entries)
+        if not all(visible):
+            for place in [place for place, is_visible in zip(places, visible, strict=True) if not is_visible]:
+                job.statuses[place] = Status.FAILED
                 self._counters["put_reset"] += 1
-            elif self._residency is not None:
-                self._residency.offer(use.key, use.generation)
+        if self._residency is not None:
+            for entry, is_visible in zip(entries, visible, strict=True):
+                if is_visible:
+                    self._residency.offer(entry.key, entry.generation)
 
-    def _check(self, uses: list[Use]) -> list[bool]:
+    def _check(self, entries: list[Entry]) -> list[bool]:
         """On the loop or in a thread, which cancellation awaits: it never reads an extent that was given back."""
         view = self._memory.view
-        return [digest(view(use.offset, use.remote.length)) == use.checksum for use in uses]
+        return [digest(view(entry.offset, entry.length)) == entry.checksum for entry in entries]
 
     # Small things
 
-    def _job(self, session: StoreSession, kind: BulkKind, timeout_ms: int, num_items: int, algorithm: int) -> _Job:
-        timeout_s = min(timeout_ms / 1000, self._limits.transfer_timeout_s)
+    def _job(self, session: StoreSession, kind: BulkKind, request: PutColumns | GetColumns) -> _Job:
+        timeout_s = min(request.timeout_ms / 1000, self._limits.transfer_timeout_s)
         now = self._clock()
-        deadline, statuses = Deadline(now + timeout_s), [Status.FAILED] * num_items
         ticket = self._turns.ticket(kind, session.peer.established.session)
-        return _Job(session, kind, ticket, deadline, algorithm, statuses, now)
+        return _Job(
+            session, kind, ticket, Deadline(now + timeout_s), now, request, bytearray(_FAILED * len(request.keys))
+        )
 
-    def _give_back(self, use: Use) -> None:
-        use.open = False
-        if use.kind is UseKind.RESERVED:
-            self._table.abort(use.key, use.generation)
+    def _give_back(self, kind: BulkKind, entries: Sequence[Entry]) -> None:
+        if kind is BulkKind.PUT:
+            self._batches.abort(entries)
         else:
-            self._table.unpin(use.key, use.generation)
+            self._batches.unpin(entries)
 
-    def _give_up(self, job: _Job, uses: list[Use]) -> int:
-        given_up = job.session.give_up(uses)
-        self._counters[f"{job.kind.name.lower()}_given_up"] += given_up
-        return given_up
+    def _give_up(self, job: _Job, places: Sequence[int]) -> int:
+        """Moves the uses at ``places`` that are left into the session's limbo; returns how many these are."""
+        given_up = [Use(job.kind, job.uses.pop(place)) for place in places if place in job.uses]
+        job.session.limbo += given_up
+        self._counters[f"{job.kind.name.lower()}_given_up"] += len(given_up)
+        return len(given_up)
 
     def _require_data_path(self, session: StoreSession) -> None:
         if session.fenced:
             raise RemoteProtocolError("fenced", "this session was fenced: a new connection is needed to move values")
 
-    def _count(self, job: _Job, moved_bytes: int) -> None:
-        name = job.kind.name.lower()
-        for status, number in Counter(job.statuses).items():
-            self._counters[f"{name}_{status.name.lower()}"] += number
-        self._counters[f"{name}_bytes"] += moved_bytes
+    def _count(self, job: _Job) -> None:
+        names, statuses, lengths = _NAMES[job.kind], job.statuses, job.request.lengths
+        if any(statuses):
+            for status, number in Counter(statuses).items():
+                self._counters[names.statuses[status]] += number
+            lengths = [length for length, status in zip(lengths, statuses, strict=True) if not status]
+        else:
+            self._counters[names.statuses[Status.OK]] += len(statuses)
+        moved_bytes = sum(lengths)
+        self._counters[names.bytes] += moved_bytes
         self.latencies[job.kind].observe(self._clock() - job.started)
         if job.kind is BulkKind.PUT:
             job.session.put_bytes += moved_bytes
         else:
             job.session.get_bytes += moved_bytes
+
+
+def _sorted_out(
+    places: Sequence[int], moved: Sequence[Status], session: StoreSession
+) -> tuple[Sequence[int], Sequence[int]]:
+    """The places of what has arrived, and of what ended otherwise. What is in neither may still be moving.
+
+    While a fence is on its way a move may fail before its last piece has landed.
+    """
+    if moved.count(Status.OK) == len(places):
+        return places, ()
+    unsure = (Status.TIMEOUT, Status.FAILED) if session.fenced else (Status.TIMEOUT,)
+    arrived = [place for place, status in zip(places, moved, strict=True) if status is Status.OK]
+    ended = [place for place, status in zip(places, moved, strict=True) if status not in (Status.OK, *unsure)]
+    return arrived, ended
+
+
+def _pack_results(statuses: bytearray, found: Sequence[Entry | None]) -> bytes:
+    """The body of the reply to a GET. A mismatch names the value, so that its reader can report it."""
+    entries = [entry for entry in found if entry is not None]
+    if len(entries) == len(statuses) and not any(statuses):
+        algorithms, checksums = [entry.algorithm for entry in entries], [entry.checksum for entry in entries]
+        return pack_get_reply(statuses, algorithms, checksums, [entry.generation for entry in entries])
+    algorithms, checksums, generations = [0] * len(statuses), [0] * len(statuses), [0] * len(statuses)
+    for place, (status, entry) in enumerate(zip(statuses, found, strict=True)):
+        if entry is not None and status in _NAMED:
+            generations[place] = entry.generation
+            if status == Status.OK:
+                algorithms[place], checksums[place] = entry.algorithm, entry.checksum
+    return pack_get_reply(statuses, algorithms, checksums, generations)

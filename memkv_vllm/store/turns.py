@@ -8,15 +8,14 @@ gets: it takes many dead peers at once to make a living one wait.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Hashable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import anyio
 
 from memkv_vllm.store.bulkqueue import BulkKind, BulkQueue, BulkQueueStatistics, BulkTicket
 
-__all__ = ["BulkTurns", "TurnStatistics", "Waiter"]
+__all__ = ["BulkTurns", "Turn", "TurnStatistics", "Waiter"]
 
 
 class TurnStatistics(NamedTuple):
@@ -63,25 +62,16 @@ class BulkTurns:
         """How a batch of values of these ``lengths`` is cut into turns."""
         return self._queue.slices(kind, lengths)
 
-    @asynccontextmanager
-    async def turn(self, ticket: BulkTicket, timeout_s: float) -> AsyncIterator[bool]:
-        """Holds a lane for the ``async with`` block.
-
-        Yields:
-            True; False when no lane was free within ``timeout_s`` or the line is full: then nothing is held.
-        """
-        granted = await self._take(ticket, timeout_s)
-        try:
-            yield granted
-        finally:
-            if granted:
-                self._give(ticket)
+    def turn(self, ticket: BulkTicket, timeout_s: float) -> Turn:
+        """Holds a lane for an ``async with`` block; see :class:`Turn`."""
+        return Turn(self, ticket, timeout_s)
 
     def statistics(self) -> TurnStatistics:
         """Lanes, idle lanes and the line."""
         return TurnStatistics(self._lanes, self._idle, self._queue.statistics())
 
-    async def _take(self, ticket: BulkTicket, timeout_s: float) -> bool:
+    async def take(self, ticket: BulkTicket, timeout_s: float) -> bool:
+        """Takes a lane, to be given back by :meth:`give`; False: nothing is held."""
         if self._may_go(ticket):
             self._hold(ticket, 1)
             return True
@@ -94,7 +84,7 @@ class BulkTurns:
         except BaseException:
             # Cancelled; the lane may have been handed to us in the same instant.
             if not self._queue.discard(waiter):
-                self._give(ticket)
+                self.give(ticket)
             raise
         return not self._queue.discard(waiter)
 
@@ -112,8 +102,30 @@ class BulkTurns:
         if ticket.kind is BulkKind.PUT:
             self._puts += lanes
 
-    def _give(self, ticket: BulkTicket) -> None:
+    def give(self, ticket: BulkTicket) -> None:
+        """Gives a lane back: to who waits for one."""
         self._hold(ticket, -1)
         while (waiting := self._queue.pop(self._may_go)) is not None:
             waiting.turn.set()
             self._hold(waiting.ticket, 1)
+
+
+class Turn:
+    """Holds a lane for an ``async with`` block, whose value says whether it does.
+
+    False when no lane was free within ``timeout_s`` or the line is full: then nothing is held.
+    """
+
+    __slots__ = ("_granted", "_ticket", "_timeout_s", "_turns")
+
+    def __init__(self, turns: BulkTurns, ticket: BulkTicket, timeout_s: float) -> None:
+        self._turns, self._ticket, self._timeout_s = turns, ticket, timeout_s
+        self._granted = False
+
+    async def __aenter__(self) -> bool:
+        self._granted = await self._turns.take(self._ticket, self._timeout_s)
+        return self._granted
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._granted:
+            self._turns.give(self._ticket)
