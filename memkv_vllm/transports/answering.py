@@ -15,6 +15,7 @@ Bounds, whatever a client sends:
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections import deque
@@ -27,6 +28,7 @@ from anyio.abc import TaskGroup
 from anyio.lowlevel import checkpoint
 
 from memkv_vllm.errors import ConnectionLost, LocalProtocolError, MemkvError, RemoteProtocolError, StoreError
+from memkv_vllm.protocol.connect import Connect
 from memkv_vllm.protocol.frame import MessageType
 from memkv_vllm.protocol.messages import ErrorCode, ErrorReply, Fence, Register, batch_count
 from memkv_vllm.protocol.session import RequestReceived, Session, State
@@ -50,8 +52,10 @@ MAX_REPLY_BYTES = 256 * 1024
 """Queued replies after which a turn ends; about what a socket takes at once."""
 
 _MOVES_BYTES = frozenset({MessageType.PUT, MessageType.GET})
-_OURS = frozenset({MessageType.REGISTER, MessageType.FENCE})
+_OURS = frozenset({MessageType.CONNECT, MessageType.REGISTER, MessageType.FENCE})
 """Carried out here: the handler, which counts what it refuses, does not see them."""
+_ERROR_CODES = {"data_path": ErrorCode.DATA_PATH}
+"""Codes of a ``StoreError`` that its answer keeps; the others are all the same to a client."""
 
 
 class ControlPeer(ServerPeer, Protocol):
@@ -105,7 +109,9 @@ class Answering:
         self._waiting: deque[RequestReceived] = deque()
         """Came and has not begun; no more than one read holds."""
         self._unstarted = 0
-        """Tasks that were made and have not begun: what comes after them must not overtake them."""
+        """Requests that were handed to a task and have not begun: what comes after them must not overtake them."""
+        self._resting: list[asyncio.Future[RequestReceived]] = []
+        """Of tasks that have answered their request: each is given another, for a new task costs more than it does."""
         self._mark = 0
         """The writer's mark after the last reply that was made at once."""
         self._said_bye = False
@@ -164,7 +170,10 @@ class Answering:
             self._peer.offered(Register.unpack(event.body), self._channel.stream)
         self._places.acquire_nowait()
         self._unstarted += 1
-        self._tasks.start_soon(self._serve, event)
+        if self._resting:
+            self._resting.pop().set_result(event)
+        else:
+            self._tasks.start_soon(self._work, event)
 
     async def _catch_up(self) -> bool:
         """Where a turn could not do everything: wait for what it lacked. Nothing is read meanwhile."""
@@ -182,6 +191,15 @@ class Answering:
                 return True
 
     # -- in a task of its own
+
+    async def _work(self, event: RequestReceived) -> None:
+        """Serve one request after the other, until cancelled at the session's end."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._serve(event)
+            next_one: asyncio.Future[RequestReceived] = loop.create_future()
+            self._resting.append(next_one)
+            event = await next_one
 
     async def _serve(self, event: RequestReceived) -> None:
         self._unstarted -= 1
@@ -204,6 +222,9 @@ class Answering:
             return self._problem(event, error)
 
     async def _dispatch(self, event: RequestReceived) -> bytes:
+        if event.type is MessageType.CONNECT:
+            wish = Connect.unpack(event.body)
+            return Connect.pack_reply(await self._peer.bulk.connect(wish.transport, wish.token))
         if event.type is MessageType.REGISTER:
             offer = Register.unpack(event.body)
             await self._peer.bulk.register(offer.region, offer.kind, offer.length, offer.token)
@@ -244,7 +265,7 @@ class Answering:
         if isinstance(error, StoreError):
             if event.type in _OURS:
                 self._handler.counted("requests_refused")
-            return ErrorReply(ErrorCode.BAD_REQUEST, str(error))
+            return ErrorReply(_ERROR_CODES.get(error.code, ErrorCode.BAD_REQUEST), str(error))
         _log.error("%s: %s failed by a fault of this server", self._channel.label, event.type.name, exc_info=error)
         self._handler.counted("internal_error")
         if event.type in _MOVES_BYTES:

@@ -30,9 +30,9 @@ worker threads of the transport, outside the interpreter lock.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, overload, runtime_checkable
 
 from memkv_vllm.protocol.auth import Credentials
 from memkv_vllm.protocol.messages import Request
@@ -53,6 +53,9 @@ class Capabilities:
     """GPU regions can be registered."""
     same_host: bool
     """Only reaches servers on this machine."""
+    separate_data_path: bool = False
+    """Bytes go another way than control messages (RDMA): a server may answer and yet not reach the client's memory.
+    An engine that was told to use this transport and nothing else finds that out before it starts."""
 
 
 class Region(NamedTuple):
@@ -73,6 +76,40 @@ class Move(NamedTuple):
     local_offset: int
 
 
+@dataclass(frozen=True, slots=True)
+class Moves(Sequence[Move]):
+    """A batch of moves in columns of equal length, as a request's body holds them; item ``i`` is a :class:`Move`.
+
+    A transport that plans a batch as a whole reads the columns; one that goes by single values iterates.
+    """
+
+    regions: Sequence[int]
+    offsets: Sequence[int]
+    """Bytes, in the regions."""
+    lengths: Sequence[int]
+    """Bytes."""
+    local_offsets: Sequence[int]
+    """Bytes, in the server's local memory."""
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @overload
+    def __getitem__(self, index: int) -> Move: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Moves: ...
+
+    def __getitem__(self, index: int | slice) -> Move | Moves:
+        if isinstance(index, slice):
+            columns = (self.regions, self.offsets, self.lengths, self.local_offsets)
+            return Moves(*(column[index] for column in columns))
+        return Move(Extent(self.regions[index], self.offsets[index], self.lengths[index]), self.local_offsets[index])
+
+    def __iter__(self) -> Iterator[Move]:
+        return map(Move, map(Extent, self.regions, self.offsets, self.lengths), self.local_offsets)
+
+
 class ClientConnection(Protocol):
     """One authenticated connection to one server, with the regions registered on it."""
 
@@ -86,6 +123,11 @@ class ClientConnection(Protocol):
         """False once the connection has ended for whatever reason."""
         ...
 
+    @property
+    def expected_bytes_per_s(self) -> float | None:
+        """What the way of its bytes should carry, each direction; None where nobody knows."""
+        ...
+
     async def run(self) -> None:
         """Drive the connection until it ends. Raises the ``TransportError`` or ``ProtocolError`` that ended it.
 
@@ -94,7 +136,13 @@ class ClientConnection(Protocol):
         ...
 
     async def register(self, region: Region, deadline: Deadline) -> None:
-        """Offer ``region``; returns when the server has it. Raises ``TransportError`` or ``StoreError``."""
+        """Offer ``region``; returns when the server has it, and has reached it where that is not a matter of course.
+
+        Raises:
+            DataPathError: the server answers and cannot reach the region.
+            TransportError: anything else about the connection.
+            StoreError: the server refused it, or the transport cannot take such memory.
+        """
         ...
 
     async def request(self, request: Request[R], deadline: Deadline) -> R:
@@ -142,6 +190,7 @@ class ClientTransport(Protocol):
 
         Raises:
             ConnectError: no server there, or none that answered by ``deadline``.
+            DataPathError: this host has no way for the bytes to this server.
             AuthError, VersionError, RemoteProtocolError: the handshake failed.
         """
         ...
@@ -151,8 +200,43 @@ class ClientTransport(Protocol):
         ...
 
 
+@runtime_checkable
+class RailPreference(Protocol):
+    """What a client transport has besides that knows how near this process is to each of a server's rails."""
+
+    def first_rail(self, hosts: Sequence[str]) -> int | None:
+        """Which of a server's ``hosts``, one per rail, this process should use first; None: it does not matter."""
+        ...
+
+
+class RegistrationTrial(Protocol):
+    """What a client transport whose capabilities name ``gpu_memory`` has besides: asked before any connection."""
+
+    @property
+    def devices(self) -> Sequence[str]:
+        """Names of the NICs that connections will use."""
+        ...
+
+    def try_registration(self, region: Region) -> str:
+        """Register ``region`` with each of ``devices`` and deregister it; returns how, in one word. Blocks.
+
+        Raises:
+            EnvironmentFault: one of them refuses; says why and the fix.
+        """
+        ...
+
+
 class Bulk(Protocol):
     """Server side: moves bytes between one peer's regions and the local memory."""
+
+    async def connect(self, transport: str, token: bytes) -> bytes:
+        """Bring up the data path of ``transport`` for this session, before any region; returns the server's token.
+
+        Raises:
+            StoreError: this server has no such data path, or it does not work (code ``data_path``); says why.
+            RemoteProtocolError: a token that no client of ours sends, or it comes twice or too late.
+        """
+        ...
 
     async def register(self, region: int, kind: MemoryKind, length: int, token: bytes) -> None:
         """Map or bind a region that the peer offers. Raises ``RemoteProtocolError`` or ``StoreError``."""
@@ -178,6 +262,37 @@ class Bulk(Protocol):
 
         Later pulls and pushes answer FAILED. Never raises, never takes longer than the running copies' pieces.
         """
+        ...
+
+
+class DataPath(Protocol):
+    """A way of moving bytes that sessions of another transport's server may choose by CONNECT (verbs, beside tcp)."""
+
+    @property
+    def name(self) -> str:
+        """What CONNECT calls it."""
+        ...
+
+    async def open(self, memory: HostMemory) -> None:
+        """Get ready to move bytes into and out of ``memory``, before the first session.
+
+        Raises:
+            EnvironmentFault: this host cannot do what is configured; says what was found and the fix.
+        """
+        ...
+
+    def make(self, local_host: str, *, cut: Callable[[], None], counted: Callable[[str], None]) -> Bulk:
+        """The data path of one session, not yet connected.
+
+        Args:
+            local_host: the address of this host at which the session's control connection arrived.
+            cut: ends the session abruptly.
+            counted: counts an event by name.
+        """
+        ...
+
+    async def aclose(self) -> None:
+        """Release everything, after the last session was fenced."""
         ...
 
 
@@ -315,8 +430,11 @@ __all__ = [
     "Capabilities",
     "ClientConnection",
     "ClientTransport",
+    "DataPath",
     "Move",
+    "Moves",
     "Region",
+    "RegistrationTrial",
     "ServerPeer",
     "ServerTransport",
     "SessionHandler",

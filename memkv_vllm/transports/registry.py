@@ -14,10 +14,11 @@ from typing import Any
 from memkv_vllm.errors import EnvironmentFault
 from memkv_vllm.transports.base import ClientTransport
 
-__all__ = ["AUTO", "Transports", "client_transport", "client_transports"]
+__all__ = ["AUTO", "AUTO_NAME", "Transports", "client_transport", "client_transports"]
 
 logger = logging.getLogger("memkv.transports")
 
+AUTO_NAME = "auto"
 AUTO = ("verbs", "tcp")
 """What ``auto`` stands for, best first."""
 
@@ -114,7 +115,7 @@ def client_transports(setting: str, options: Mapping[str, Mapping[str, Any]] | N
     def make(name: str) -> ClientTransport:
         return client_transport(name, **known.get(name, {}))
 
-    if setting == "auto":
+    if setting == AUTO_NAME:
         return Transports(AUTO, make)
     transports = Transports((setting,), make)
     transports.get(setting)

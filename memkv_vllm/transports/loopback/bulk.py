@@ -11,6 +11,7 @@ import anyio
 
 from memkv_vllm.errors import LocalProtocolError, RemoteProtocolError, StoreError
 from memkv_vllm.transports.base import Move, remaining
+from memkv_vllm.transports.choosing import refuse_connect
 from memkv_vllm.transports.faults import (
     Action,
     BitFlip,
@@ -26,6 +27,7 @@ from memkv_vllm.transports.faults import (
 )
 from memkv_vllm.transports.loopback.copying import Bytes, CopyBatch, CopyCrew, CopyJob, CopyPool
 from memkv_vllm.transports.memory import HostMemory
+from memkv_vllm.transports.regions import check_region
 from memkv_vllm.types import Deadline, Extent, MemoryKind, Status
 
 
@@ -69,6 +71,10 @@ class LoopbackBulk:
             raise RemoteProtocolError("region", f"region {region} came with no file descriptor, or twice")
         self._offered[region] = fd
 
+    async def connect(self, transport: str, token: bytes) -> bytes:
+        """Refuse: this is the only data path here. See the protocol."""
+        refuse_connect(transport, ())
+
     async def register(self, region: int, kind: MemoryKind, length: int, token: bytes) -> None:
         """Map the offered region; see the protocol."""
         fd = self._offered.pop(region, -1)
@@ -104,15 +110,14 @@ class LoopbackBulk:
     # -- inside
 
     def _check_limits(self, region: int, length: int) -> None:
-        if self._gone.is_set():
-            raise StoreError("this session has ended")
-        if region in self._regions:
-            raise RemoteProtocolError("region", f"region {region} is registered already")
-        if len(self._regions) >= self._max_regions:
-            raise StoreError(f"at most {self._max_regions} regions per session")
-        total = length + sum(memory.length for memory in self._regions.values())
-        if total > self._max_region_bytes:
-            raise StoreError(f"{total} bytes of regions; a session may register {self._max_region_bytes}")
+        check_region(
+            region,
+            length,
+            {region: memory.length for region, memory in self._regions.items()},
+            ended=self._gone.is_set(),
+            max_regions=self._max_regions,
+            max_region_bytes=self._max_region_bytes,
+        )
 
     async def _transfer(self, operation: Operation, moves: Sequence[Move], deadline: Deadline) -> list[Status]:
         fixed: dict[int, Status] = {}

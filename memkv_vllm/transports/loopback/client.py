@@ -101,6 +101,11 @@ class LoopbackConnection:
         """False once the connection has ended."""
         return self._channel.alive
 
+    @property
+    def expected_bytes_per_s(self) -> float | None:
+        """Unknown: as fast as memory is copied."""
+        return None
+
     def statistics(self) -> ChannelStatistics:
         """What the control channel has done."""
         return self._channel.statistics()

@@ -7,21 +7,23 @@ import logging
 import random
 import socket
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import anyio
-from anyio.abc import TaskGroup
 
 from memkv_vllm.config import ServerConfig
 from memkv_vllm.errors import EnvironmentFault
 from memkv_vllm.protocol.messages import Register
 from memkv_vllm.protocol.session import Established
+from memkv_vllm.transports.accepting import accept_forever
 from memkv_vllm.transports.base import SessionHandler
 from memkv_vllm.transports.faults import FaultPlan
 from memkv_vllm.transports.loopback.address import peer_pid, socket_address
 from memkv_vllm.transports.loopback.bulk import LoopbackBulk
 from memkv_vllm.transports.loopback.copying import CopyPool
 from memkv_vllm.transports.memory import HostMemory
+from memkv_vllm.transports.regions import DEFAULT_MAX_REGION_BYTES, DEFAULT_MAX_REGIONS
 from memkv_vllm.transports.serving import LiveSessions, ServeOptions, serve_control
 from memkv_vllm.transports.streams import ControlStream, SocketStream
 from memkv_vllm.types import MemoryKind
@@ -29,8 +31,6 @@ from memkv_vllm.types import MemoryKind
 _log = logging.getLogger("memkv.transports.loopback")
 
 DEFAULT_COPY_THREADS = 4
-DEFAULT_MAX_REGIONS = 8
-DEFAULT_MAX_REGION_BYTES = 64 << 30
 
 _BACKLOG = 256
 _DYNAMIC_PORTS = (49152, 65535)
@@ -115,7 +115,8 @@ class LoopbackServerTransport:
         try:
             async with anyio.create_task_group() as tasks:
                 task_status.started(("127.0.0.1", self.port))
-                await self._accept(listener, tasks, handler, memory, pool)
+                serve = partial(self._serve, handler=handler, memory=memory, pool=pool)
+                await accept_forever(listener, lambda sock, _: tasks.start_soon(serve, sock), handler.counted, _log)
         finally:
             listener.close()
             pool.close()
@@ -137,22 +138,6 @@ class LoopbackServerTransport:
                     raise EnvironmentFault(f"cannot listen on loopback port {port}: {error}") from error
         listener.close()
         raise EnvironmentFault(f"loopback port {attempts[-1]} is taken by another server: stop it or use another port")
-
-    async def _accept(
-        self, listener: socket.socket, tasks: TaskGroup, handler: SessionHandler, memory: HostMemory, pool: CopyPool
-    ) -> None:
-        while True:
-            try:
-                sock, _ = listener.accept()
-            except BlockingIOError:
-                await anyio.wait_readable(listener)
-            except OSError as error:
-                # Out of descriptors or memory: the connection stays in the backlog; others may end meanwhile.
-                _log.warning("cannot accept a connection: %s", error)
-                handler.counted("accept_failed")
-                await anyio.sleep(0.1)
-            else:
-                tasks.start_soon(self._serve, sock, handler, memory, pool)
 
     async def _serve(self, sock: socket.socket, handler: SessionHandler, memory: HostMemory, pool: CopyPool) -> None:
         label = f"loopback client (pid {peer_pid(sock)})"

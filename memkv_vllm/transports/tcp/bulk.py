@@ -19,11 +19,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 import anyio
 
-from memkv_vllm.errors import LocalProtocolError, RemoteProtocolError, StoreError
+from memkv_vllm.errors import LocalProtocolError, StoreError
 from memkv_vllm.protocol.auth import Sealer
 from memkv_vllm.transports.base import Move, remaining
+from memkv_vllm.transports.choosing import refuse_connect
 from memkv_vllm.transports.faults import Action, FaultPlan, Operation, strike_moves
 from memkv_vllm.transports.memory import HostMemory
+from memkv_vllm.transports.regions import check_region
 from memkv_vllm.transports.tcp.batch import Batch
 from memkv_vllm.transports.tcp.mover import CLOSED, DataConnection, Movers
 from memkv_vllm.transports.tcp.queue import PieceQueue
@@ -80,19 +82,22 @@ class TcpBulk:
         """Data connections that are attached now."""
         return len(self._connections)
 
+    async def connect(self, transport: str, token: bytes) -> bytes:
+        """Refuse: this is the only data path here. See the protocol."""
+        refuse_connect(transport, ())
+
     async def register(self, region: int, kind: MemoryKind, length: int, token: bytes) -> None:
         """Remember the region's length; the client checks every span itself. See the protocol."""
         if kind is not MemoryKind.HOST:
             raise StoreError("the tcp transport moves host memory only")
-        if self._gone.is_set():
-            raise StoreError("this session has ended")
-        if region in self._regions:
-            raise RemoteProtocolError("region", f"region {region} is registered already")
-        if len(self._regions) >= self._max_regions:
-            raise StoreError(f"at most {self._max_regions} regions per session")
-        total = length + sum(self._regions.values())
-        if total > self._max_region_bytes:
-            raise StoreError(f"{total} bytes of regions; a session may register {self._max_region_bytes}")
+        check_region(
+            region,
+            length,
+            self._regions,
+            ended=self._gone.is_set(),
+            max_regions=self._max_regions,
+            max_region_bytes=self._max_region_bytes,
+        )
         self._regions[region] = length
 
     def check_room(self) -> None:

@@ -15,10 +15,10 @@ from memkv_vllm.protocol.messages import Register, Request
 from memkv_vllm.protocol.session import Established, PeerKind
 from memkv_vllm.transports.base import Capabilities, Region, remaining
 from memkv_vllm.transports.control import ChannelStatistics, ControlChannel
+from memkv_vllm.transports.sockets import Address, dial, dial_address
 from memkv_vllm.transports.streams import ControlStream, SocketStream
 from memkv_vllm.transports.tcp.attach import attach
 from memkv_vllm.transports.tcp.links import Links
-from memkv_vllm.transports.tcp.sockets import Address, dial, dial_address
 from memkv_vllm.transports.tls import TlsStream, client_context
 from memkv_vllm.types import Deadline, MemoryKind
 
@@ -65,6 +65,11 @@ class TcpConnection:
     def num_data_connections(self) -> int:
         """Data connections that are open now."""
         return len(self._links)
+
+    @property
+    def expected_bytes_per_s(self) -> float | None:
+        """Unknown: the kernel chooses the interface, and may choose another one."""
+        return None
 
     def statistics(self) -> ChannelStatistics:
         """What the control channel has done."""

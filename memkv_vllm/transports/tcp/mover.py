@@ -24,10 +24,10 @@ from enum import Enum
 from memkv_vllm.errors import RemoteProtocolError
 from memkv_vllm.protocol.auth import Sealer
 from memkv_vllm.transports.faults import Operation
+from memkv_vllm.transports.sockets import reset
 from memkv_vllm.transports.tcp.commands import FIRST_BYTES, CommandOpener, CommandSealer, Kind
 from memkv_vllm.transports.tcp.pieces import advance
 from memkv_vllm.transports.tcp.queue import PieceQueue, Work
-from memkv_vllm.transports.tcp.sockets import reset
 
 _log = logging.getLogger("memkv.transports.tcp")
 

@@ -1,38 +1,42 @@
 """Server side of tcp: one listening socket for control and data connections, one task per control connection.
 
 A session is one control connection and the data connections that its client attaches; see
-``memkv_vllm.transports.tcp``.
+``memkv_vllm.transports.tcp``. Or it asks by CONNECT for one of the other data paths that the server was given
+(verbs); then its bytes go there.
 """
 
 from __future__ import annotations
 
 import logging
 import socket
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import anyio
-from anyio.abc import TaskGroup
 
 from memkv_vllm.config import ServerConfig
 from memkv_vllm.protocol.messages import Register
 from memkv_vllm.protocol.session import Established
-from memkv_vllm.transports.base import SessionHandler
+from memkv_vllm.transports.accepting import accept_forever
+from memkv_vllm.transports.base import Bulk, DataPath, SessionHandler
+from memkv_vllm.transports.choosing import ChosenBulk
 from memkv_vllm.transports.faults import FaultPlan
 from memkv_vllm.transports.memory import HostMemory
+from memkv_vllm.transports.regions import DEFAULT_MAX_REGION_BYTES, DEFAULT_MAX_REGIONS
 from memkv_vllm.transports.serving import LiveSessions, ServeOptions, serve_control
+from memkv_vllm.transports.sockets import Address, listen, tune
 from memkv_vllm.transports.streams import ControlStream, SocketStream
 from memkv_vllm.transports.tcp.attach import Attachable
 from memkv_vllm.transports.tcp.bulk import TcpBulk
 from memkv_vllm.transports.tcp.mover import Movers
-from memkv_vllm.transports.tcp.sockets import listen, tune
 from memkv_vllm.transports.tls import ServerTls
 
 _log = logging.getLogger("memkv.transports.tcp")
 
 DEFAULT_MOVERS = 2
-DEFAULT_MAX_REGIONS = 8
-DEFAULT_MAX_REGION_BYTES = 64 << 30
 DEFAULT_MAX_CONNECTIONS = 16
 
 
@@ -41,7 +45,7 @@ class TcpPeer:
     """One authenticated session; see ``memkv_vllm.transports.base.ServerPeer``."""
 
     established: Established
-    bulk: TcpBulk
+    bulk: Bulk
     label: str
 
     def offered(self, offer: Register, stream: ControlStream) -> None:
@@ -61,6 +65,7 @@ class TcpServerTransport:
         max_region_bytes: bytes of all regions of one session.
         max_connections: data connections per session.
         tls: the certificate that control connections must use TLS with.
+        data_paths: what sessions may choose in place of tcp's own; owned from :meth:`serve` on.
         faults: what to break, in tests.
     """
 
@@ -78,6 +83,7 @@ class TcpServerTransport:
         max_region_bytes: int = DEFAULT_MAX_REGION_BYTES,
         max_connections: int = DEFAULT_MAX_CONNECTIONS,
         tls: ServerTls | None = None,
+        data_paths: Sequence[DataPath] = (),
         faults: FaultPlan | None = None,
     ) -> None:
         self.host = host
@@ -88,13 +94,16 @@ class TcpServerTransport:
         self._max_regions = max_regions
         self._max_region_bytes = max_region_bytes
         self._max_connections = max_connections
+        self._data_paths = tuple(data_paths)
         self._faults = faults
         self._sessions = LiveSessions()
         self._attachable = Attachable()
         self._listener: socket.socket | None = None
 
     @classmethod
-    def from_config(cls, config: ServerConfig, *, faults: FaultPlan | None = None) -> TcpServerTransport:
+    def from_config(
+        cls, config: ServerConfig, *, data_paths: Sequence[DataPath] = (), faults: FaultPlan | None = None
+    ) -> TcpServerTransport:
         """On the address of ``config.network``, with the bounds of ``config.limits``.
 
         Raises:
@@ -113,6 +122,7 @@ class TcpServerTransport:
             max_region_bytes=limits.max_region_bytes,
             max_connections=limits.max_connections_per_session,
             tls=tls,
+            data_paths=data_paths,
             faults=faults,
         )
 
@@ -148,39 +158,31 @@ class TcpServerTransport:
         """Listen and serve until cancelled; ``task_status.started((host, port))`` once listening.
 
         Raises:
-            EnvironmentFault: the address is not of this host or is taken.
+            EnvironmentFault: the address is not of this host or is taken, or a data path cannot be had here.
         """
         self.bind()
+        listener = self._listener
+        assert listener is not None
         movers = Movers(self._num_movers)
         try:
-            async with anyio.create_task_group() as tasks:
-                task_status.started((self.host, self.port))
-                await self._accept(tasks, handler, memory, movers)
+            async with AsyncExitStack() as stack:
+                for path in self._data_paths:
+                    stack.push_async_callback(_close_path, path)
+                    await path.open(memory)
+                async with anyio.create_task_group() as tasks:
+                    serve = partial(self._serve, handler=handler, memory=memory, movers=movers)
+                    task_status.started((self.host, self.port))
+                    await accept_forever(listener, partial(tasks.start_soon, serve), handler.counted, _log, tune=tune)
         finally:
             self.close()
             movers.stop()
 
     # -- inside
 
-    async def _accept(self, tasks: TaskGroup, handler: SessionHandler, memory: HostMemory, movers: Movers) -> None:
-        while (listener := self._listener) is not None:
-            try:
-                sock, address = listener.accept()
-                tune(sock)
-            except BlockingIOError:
-                await anyio.wait_readable(listener)
-            except OSError as error:
-                # Out of descriptors or memory: the connection stays in the backlog; others may end meanwhile.
-                _log.warning("cannot accept a connection: %s", error)
-                handler.counted("accept_failed")
-                await anyio.sleep(0.1)
-            else:
-                label = f"tcp client {address[0]}:{address[1]}"
-                tasks.start_soon(self._serve, sock, label, handler, memory, movers)
-
     async def _serve(
-        self, sock: socket.socket, label: str, handler: SessionHandler, memory: HostMemory, movers: Movers
+        self, sock: socket.socket, address: Address, *, handler: SessionHandler, memory: HostMemory, movers: Movers
     ) -> None:
+        label = f"tcp client {address[0]}:{address[1]}"
         inner = SocketStream(sock)
         stream = inner if self._tls is None else self._tls.stream(inner)
         peers: list[TcpPeer] = []
@@ -197,7 +199,7 @@ class TcpServerTransport:
                 counted=handler.counted,
             )
             self._attachable.add(established, bulk)
-            peers.append(TcpPeer(established, bulk, label))
+            peers.append(TcpPeer(established, self._with_choice(bulk, sock, stream, handler), label))
             return peers[0]
 
         try:
@@ -215,3 +217,24 @@ class TcpServerTransport:
         finally:
             for peer in peers:
                 self._attachable.discard(peer.established.session)
+
+    def _with_choice(self, bulk: TcpBulk, sock: socket.socket, stream: ControlStream, handler: SessionHandler) -> Bulk:
+        """``bulk``, or what lets the session choose another data path."""
+        if not self._data_paths:
+            return bulk
+        try:
+            local_host = str(sock.getsockname()[0])
+        except OSError:
+            local_host = ""  # the peer is gone; its session ends before it asks for anything
+        return ChosenBulk(
+            bulk,
+            {
+                path.name: partial(path.make, local_host, cut=stream.end, counted=handler.counted)
+                for path in self._data_paths
+            },
+        )
+
+
+async def _close_path(path: DataPath) -> None:
+    with anyio.CancelScope(shield=True):
+        await path.aclose()

@@ -1,4 +1,4 @@
-"""TCP sockets as this transport wants them: listening, connecting by a deadline, noticing a dead peer."""
+"""TCP sockets as tcp and verbs want them: listening, connecting by a deadline, noticing a dead peer."""
 
 from __future__ import annotations
 
@@ -21,13 +21,16 @@ USER_TIMEOUT_MS = 30_000
 """And one that leaves what was sent to it unanswered or untaken (a frozen process), after the same."""
 
 _BACKLOG = 1024
+_BIND_ADDRESS_NO_PORT = 24  # IP_BIND_ADDRESS_NO_PORT, for which Python has no name before 3.12
 _NO_LINGER = struct.pack("ii", 1, 0)
 
 Address = tuple[Any, ...]
+Resolved = tuple[Any, Any, int, str, Address]
+"""What ``getaddrinfo`` gives: family, type, protocol, canonical name, address."""
 
 
 def tune(sock: socket.socket) -> None:
-    """Set what every connection of this transport has."""
+    """Set what every connection has."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
@@ -80,13 +83,7 @@ async def dial(host: str, port: int, deadline: Deadline) -> socket.socket:
     Raises:
         ConnectError: none could be reached by ``deadline``; says which and why.
     """
-    try:
-        with anyio.fail_after(remaining(deadline, time.monotonic())):
-            found = await _resolve(host, port)
-    except TimeoutError:
-        raise ConnectError(f"the name {host} was not resolved by the deadline") from None
-    except OSError as error:
-        raise ConnectError(f"the name {host} cannot be resolved: {error}") from error
+    found = await resolve(host, port, deadline)
     problems = []
     for index, (family, _, _, _, address) in enumerate(found):
         share_s = remaining(deadline, time.monotonic()) / (len(found) - index)
@@ -97,8 +94,16 @@ async def dial(host: str, port: int, deadline: Deadline) -> socket.socket:
     raise ConnectError(f"no tcp server on {host}:{port}: {'; '.join(problems)}")
 
 
-async def dial_address(family: int, address: Address, deadline: Deadline) -> socket.socket:
+async def dial_address(
+    family: int, address: Address, deadline: Deadline, source: Address | None = None
+) -> socket.socket:
     """A connected socket, not blocking.
+
+    Args:
+        family: of both addresses.
+        address: the server's.
+        deadline: for the connection.
+        source: an address of this host that it must come from; its port is chosen.
 
     Raises:
         ConnectError: refused, unreachable, or no answer by ``deadline``.
@@ -110,6 +115,10 @@ async def dial_address(family: int, address: Address, deadline: Deadline) -> soc
         raise ConnectError(f"no socket for {label}: {error}") from error
     try:
         tune(sock)
+        if source is not None:
+            # Else the port is taken for all peers, and a host with many connections runs out of them.
+            sock.setsockopt(socket.IPPROTO_IP, _BIND_ADDRESS_NO_PORT, 1)
+            sock.bind((source[0], 0, *source[2:]))
         with anyio.fail_after(remaining(deadline, time.monotonic())):
             number = sock.connect_ex(address)
             if number == errno.EINPROGRESS:
@@ -129,9 +138,21 @@ async def dial_address(family: int, address: Address, deadline: Deadline) -> soc
         raise
 
 
-async def _resolve(host: str, port: int) -> list[tuple[Any, Any, int, str, Address]]:
+async def resolve(host: str, port: int, deadline: Deadline) -> list[Resolved]:
+    """Every address of ``host``, as ``getaddrinfo`` gives them. An address stands for itself, without a look-up.
+
+    Raises:
+        ConnectError: there is none, or no answer by ``deadline``.
+    """
     try:
         # An address needs no look-up, thus no thread.
         return list(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST))
     except socket.gaierror:
-        return list(await anyio.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+        pass
+    try:
+        with anyio.fail_after(remaining(deadline, time.monotonic())):
+            return list(await anyio.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+    except TimeoutError:
+        raise ConnectError(f"the name {host} was not resolved by the deadline") from None
+    except OSError as error:
+        raise ConnectError(f"the name {host} cannot be resolved: {error}") from error

@@ -1,0 +1,311 @@
+"""Server side of the verbs data path: one peer's queue pairs and regions, and the READs and WRITEs over them.
+
+A pull is RDMA READs out of the peer's regions into the arena. A push is RDMA WRITEs, and on each queue pair it used a
+small READ behind them: their bytes are in place when that one has ended, and only then the values are OK.
+
+Any failure ends the session: its queue pairs are made to fail, the peer is cut, and its client makes a new session.
+What was under way is answered FAILED once nothing of it can touch memory any more; by then no answer reaches the peer.
+Before a region is accepted, bytes of it are READ over every queue pair (the probe), so that a way that does not work is
+found before anything depends on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import anyio
+import numpy as np
+
+from memkv_vllm.errors import ConnectionLost, LocalProtocolError, MemkvError, RemoteProtocolError, StoreError
+from memkv_vllm.transports.base import Move, Moves, remaining
+from memkv_vllm.transports.faults import FaultPlan, Operation, strike_moves
+from memkv_vllm.transports.regions import check_region
+from memkv_vllm.transports.verbs.active import ActiveEnd
+from memkv_vllm.transports.verbs.endpoints import DATA_PATH, Endpoint, RegionToken
+from memkv_vllm.transports.verbs.injecting import Injected, inject
+from memkv_vllm.transports.verbs.planning import Columns, Pieces, Plan, RemoteRegion, Slots, columns_of, share, split
+from memkv_vllm.transports.verbs.provider import Opcode, VerbsError
+from memkv_vllm.transports.verbs.queuepairs import QueuePairs
+from memkv_vllm.transports.verbs.rails import Rails
+from memkv_vllm.transports.verbs.statuses import Outcome, error_of
+from memkv_vllm.transports.verbs.transfers import Transfer
+from memkv_vllm.types import Deadline, MemoryKind, Status
+
+__all__ = ["PROBE_TIMEOUT_S", "BulkOptions", "VerbsBulk"]
+
+logger = logging.getLogger("memkv.transports.verbs")
+
+PROBE_TIMEOUT_S = 3.0
+"""For the probe of a region, all queue pairs together. A NIC gives a peer up after half a second to two."""
+
+_CUT_AFTER_S = 1.0
+"""After a failed probe: the client has its answer by then, and goes by itself."""
+
+
+@dataclass(frozen=True)
+class BulkOptions:
+    """Bounds of a session, and what to break in tests."""
+
+    max_regions: int
+    max_region_bytes: int
+    faults: FaultPlan | None = None
+    probe_timeout_s: float = PROBE_TIMEOUT_S
+
+
+class VerbsBulk:
+    """One peer's data path; see ``memkv_vllm.transports.base.Bulk``. Used on one event loop.
+
+    Args:
+        rails: the ports that this server serves on.
+        local_host: the address of this host at which the session's control connection arrived.
+        options: bounds.
+        cut: ends the peer's session.
+        counted: counts an event by name.
+    """
+
+    def __init__(
+        self,
+        rails: Rails,
+        local_host: str,
+        options: BulkOptions,
+        *,
+        cut: Callable[[], None],
+        counted: Callable[[str], None],
+    ) -> None:
+        self._rails = rails
+        self._local_host = local_host
+        self._options = options
+        self._cut = cut
+        self._counted = counted
+        self._loop = asyncio.get_running_loop()
+        self._setting_up = anyio.Lock()
+        self._end: ActiveEnd | None = None
+        self._pairs: QueuePairs | None = None
+        self._regions: dict[int, RemoteRegion] = {}
+        self._taken: dict[int, int] = {}
+        """Length by id of the regions that were offered, also those that are being probed."""
+        self._later: set[asyncio.TimerHandle] = set()
+        self._failing: asyncio.Future[None] | None = None
+        self._failure: MemkvError | None = None
+        self._num_probes = 0
+        self._gone = anyio.Event()
+        self._fenced = False
+
+    # -- bring-up
+
+    async def connect(self, transport: str, token: bytes) -> bytes:
+        """Make as many queue pairs as the peer has, and connect them to its own; see the protocol."""
+        peer = Endpoint.unpack(token)
+        async with self._setting_up:
+            self._check_here()
+            if self._end is not None:
+                raise RemoteProtocolError("connect", "CONNECT comes once")
+            # Not lost if this task is cancelled meanwhile: then it goes on to here first, and the fence finds them.
+            self._end = await self._rails.connect(self._local_host, peer)
+            self._pairs = QueuePairs(
+                self._end.completions, self._end.queue_pairs, self._end.depth, self._report_failure
+            )
+        logger.info("event=rdma_session %s", self._end)
+        return self._end.endpoint.pack()
+
+    async def register(self, region: int, kind: MemoryKind, length: int, token: bytes) -> None:
+        """Bind a region, host or GPU memory, once its bytes can be READ over every queue pair; see the protocol."""
+        if length < 1:
+            raise RemoteProtocolError("region", f"region {region} has {length} bytes")
+        check_region(
+            region,
+            length,
+            self._taken,
+            ended=self._gone.is_set(),
+            max_regions=self._options.max_regions,
+            max_region_bytes=self._options.max_region_bytes,
+        )
+        if self._pairs is None or self._end is None:
+            raise RemoteProtocolError("region", "a region of verbs was offered before CONNECT")
+        remote = RegionToken.parse(token, length)
+        self._taken[region] = length
+        await self._probe(self._pairs, self._end, RemoteRegion(remote.address, length, remote.rkey))
+        self._regions[region] = RemoteRegion(remote.address, length, remote.rkey)
+
+    async def _probe(self, pairs: QueuePairs, end: ActiveEnd, region: RemoteRegion) -> None:
+        # Two full packets: a path that carries only smaller ones than both ends believe is found as well.
+        num_bytes = min(region.length, 2 * end.endpoint.mtu, end.most_bytes, end.scratch.length)
+        transfer = Transfer(0, proven_by_last=True, loop=self._loop)
+        probe = end.scratch.read(region, num_bytes)
+        if not pairs.failed:
+            self._num_probes += 1
+            try:
+                pairs.begin(transfer, [(index, probe) for index in range(len(pairs))])
+                await transfer.wait(self._options.probe_timeout_s)
+            finally:
+                self._num_probes -= 1
+                pairs.drop(transfer)
+            if transfer.is_complete:
+                return
+        self._check_here()
+        self._counted("rdma_probe_failed")
+        if self._failure is None:
+            self._end_by(ConnectionLost(f"a READ was not answered within {self._options.probe_timeout_s:g} s"))
+        why = self._failure
+        raise StoreError(f"the RDMA probe failed: {why}; {end.advice}", DATA_PATH)
+
+    # -- transfers
+
+    async def pull(self, moves: Sequence[Move], deadline: Deadline) -> list[Status]:
+        """RDMA READs out of the peer's memory; see the protocol."""
+        return await self._transfer(Operation.PULL, moves, deadline)
+
+    async def push(self, moves: Sequence[Move], deadline: Deadline) -> list[Status]:
+        """RDMA WRITEs into the peer's memory; see the protocol."""
+        return await self._transfer(Operation.PUSH, moves, deadline)
+
+    async def _transfer(self, operation: Operation, moves: Sequence[Move], deadline: Deadline) -> list[Status]:
+        if self._options.faults is None:
+            return await self._run(operation, columns_of(moves), None, len(moves), deadline)
+        return await self._run_with_faults(self._options.faults, operation, moves, deadline)
+
+    async def _run(
+        self, operation: Operation, moves: Moves, slots: Slots | None, num_slots: int, deadline: Deadline
+    ) -> list[Status]:
+        """Carry out ``moves``, at ``slots`` of a batch of ``num_slots``; at all of them in order for None."""
+        timeout_s = remaining(deadline, time.monotonic())
+        pairs, end = self._pairs, self._end
+        if self._gone.is_set() or not timeout_s:
+            return [Status.FAILED if self._gone.is_set() else Status.TIMEOUT] * num_slots
+        if pairs is None or end is None:
+            return [Status.BAD_EXTENT] * num_slots
+        plan = Pieces.plan(moves, self._regions, end.arena, slots)
+        transfer = Transfer(num_slots, proven_by_last=operation is Operation.PUSH, loop=self._loop)
+        parts = _parts(operation, plan, pairs, end)
+        if parts and pairs.failed:
+            return [Status.FAILED] * num_slots
+        if parts:
+            try:
+                pairs.begin(transfer, parts)
+                await transfer.wait(timeout_s)
+            finally:
+                pairs.drop(transfer)
+        # FAILED promises that nothing of it moves any more.
+        missing = Status.FAILED if self._fenced or pairs.quiet else Status.TIMEOUT
+        return transfer.statuses(missing, plan.bad)
+
+    # -- the end
+
+    async def fence(self) -> None:
+        """Destroy the queue pairs, in a worker thread; see the protocol."""
+        self._gone.set()
+        with anyio.CancelScope(shield=True):
+            while self._later:
+                self._later.pop().cancel()
+            async with self._setting_up:
+                pairs, self._pairs = self._pairs, None
+                if pairs is not None:
+                    pairs.stop()
+                    if self._failing is not None:
+                        await asyncio.wait([self._failing])
+                    await self._rails.in_thread(pairs.destroy)
+                self._regions.clear()
+                self._fenced = True
+                if pairs is not None:
+                    pairs.wake_all()
+
+    # -- failures
+
+    def _report_failure(self, cause: Outcome | VerbsError | LocalProtocolError, what: str) -> None:
+        if isinstance(cause, Outcome):
+            reason, error = cause.reason, error_of(cause, what)
+        else:
+            reason = "refused" if isinstance(cause, VerbsError) else "completion"
+            error = LocalProtocolError(f"{what} failed: {cause}")
+        self._counted(f"rdma_{reason}")
+        self._end_by(error)
+
+    def _end_by(self, error: MemkvError) -> None:
+        pairs = self._pairs
+        if pairs is None or self._failure is not None:
+            return
+        self._failure = error
+        pairs.failed = True
+        logger.warning("event=rdma_session_failed reason=%r %s", str(error), self._end)
+        if pairs.num_transfers > self._num_probes:
+            # Bytes are under way to the client, and may still land there: no answer may leave any more.
+            self._cut()
+        else:
+            # Nothing but a probe, whose client is to learn why; in case that it does not go by itself then.
+            self._call_later(_CUT_AFTER_S, self._cut)
+        self._failing = self._rails.start_in_thread(pairs.fail)
+
+    def _check_here(self) -> None:
+        if self._gone.is_set():
+            raise StoreError("this session has ended")
+
+    def _call_later(self, after_s: float, call: Callable[[], None]) -> None:
+        self._later.add(self._loop.call_later(after_s, call))
+
+    # -- faults, in tests
+
+    async def _run_with_faults(
+        self, plan: FaultPlan, operation: Operation, moves: Sequence[Move], deadline: Deadline
+    ) -> list[Status]:
+        missing, statuses = Status.TIMEOUT, [Status.TIMEOUT] * len(moves)
+        delay_s, faults = strike_moves(plan, operation, moves)
+        if delay_s >= remaining(deadline, time.monotonic()):
+            with anyio.move_on_after(remaining(deadline, time.monotonic())):
+                await self._gone.wait()
+                return [Status.FAILED] * len(moves)
+            return statuses
+        await anyio.sleep(delay_s)
+        injected = inject(moves, faults, self._cut)
+        for late in injected.late:
+            self._call_later(late.after_s, partial(self._start_late, operation, late.move))
+        slots = np.array(injected.slots, np.intp)
+        statuses = await self._run(operation, columns_of(injected.plain), slots, len(moves), deadline)
+        await self._flip_bits(operation, injected, deadline)
+        if injected.dropped:
+            with anyio.move_on_after(remaining(deadline, time.monotonic())):
+                await self._gone.wait()
+                missing = Status.FAILED
+        fixed = dict.fromkeys(injected.dropped, missing) | injected.fixed
+        return [fixed.get(slot, status) for slot, status in enumerate(statuses)]
+
+    def _start_late(self, operation: Operation, move: Move) -> None:
+        pairs, end = self._pairs, self._end
+        if pairs is not None and end is not None and not pairs.failed:
+            plan = Pieces.plan(columns_of([move]), self._regions, end.arena)
+            transfer = Transfer(1, proven_by_last=False, loop=self._loop)
+            pairs.begin(transfer, _parts(operation, plan, pairs, end))
+
+    async def _flip_bits(self, operation: Operation, injected: Injected, deadline: Deadline) -> None:
+        for move, action in injected.flips:
+            pairs, end = self._pairs, self._end
+            if pairs is None or end is None or pairs.failed:
+                return
+            at = action.offset % move.remote.length
+            spoilt = int(end.memory.array[move.local_offset + at]) ^ 1 << action.bit
+            if operation is Operation.PULL:
+                end.memory.array[move.local_offset + at] = spoilt
+                continue
+            region = self._regions[move.remote.region]
+            transfer = Transfer(1, proven_by_last=True, loop=self._loop)
+            try:
+                pairs.begin(transfer, [(0, end.scratch.write_byte(region, move.remote.offset + at, spoilt))])
+                await transfer.wait(remaining(deadline, time.monotonic()))
+            finally:
+                pairs.drop(transfer)
+
+
+def _parts(operation: Operation, plan: Plan, pairs: QueuePairs, end: ActiveEnd) -> list[tuple[int, Columns]]:
+    """What each queue pair does for a batch."""
+    if not len(plan.pieces):
+        return []
+    opcode = Opcode.READ if operation is Operation.PULL else Opcode.WRITE
+    shares = share(split(plan.pieces, end.most_bytes), len(pairs), pairs.least_busy)
+    parts = [(index, Columns.of(pieces, opcode, end.arena.lkey)) for index, pieces in shares]
+    if operation is Operation.PUSH:
+        return [(index, columns.flushed(end.scratch.address, end.scratch.lkey)) for index, columns in parts]
+    return parts
