@@ -20,13 +20,15 @@ import click
 
 from memkv_vllm import __version__
 from memkv_vllm.cli_admin import admin
+from memkv_vllm.cli_doctor import doctor
+from memkv_vllm.cli_net import net
 from memkv_vllm.errors import ConfigError, EnvironmentFault, MemkvError
 from memkv_vllm.observe import LineFormatter
 
 if TYPE_CHECKING:
     from memkv_vllm.config import RailAddress, ServerConfig
     from memkv_vllm.store.server import StoreServer
-    from memkv_vllm.transports.base import ServerTransport
+    from memkv_vllm.transports.base import DataPath, ServerTransport
 
 DEV_ADDRESS = "127.0.0.1:9900"
 KEY_BYTES = 32
@@ -143,7 +145,7 @@ def _serve(config: ServerConfig, exports: Mapping[str, str], load: Callable[[], 
     from memkv_vllm.transports.loopback import LoopbackServerTransport
     from memkv_vllm.transports.tcp import TcpServerTransport
 
-    tcp = TcpServerTransport.from_config(config)
+    tcp = TcpServerTransport.from_config(config, data_paths=_data_paths(config))
     # One number for both: with port 0 tcp finds it, since others may hold TCP ports and hardly ever loopback's.
     transports: list[ServerTransport] = [tcp, LoopbackServerTransport.from_config(config, port=tcp.bind())]
 
@@ -156,6 +158,15 @@ def _serve(config: ServerConfig, exports: Mapping[str, str], load: Callable[[], 
         tcp.close()
 
 
+def _data_paths(config: ServerConfig) -> list[DataPath]:
+    """What clients may use in place of tcp's own connections; without RDMA devices nothing of verbs is imported."""
+    if not config.rdma.devices:
+        return []
+    from memkv_vllm.transports.verbs.datapath import VerbsDataPath
+
+    return [VerbsDataPath.from_config(config)]
+
+
 def _announce(address: str, admin: str, exports: Mapping[str, str]) -> None:
     """On stdout: what to set where vLLM runs, then one line that says that clients may come."""
     if exports:
@@ -166,6 +177,8 @@ def _announce(address: str, admin: str, exports: Mapping[str, str]) -> None:
 
 
 main.add_command(admin)
+main.add_command(doctor)
+main.add_command(net)
 
 # ---------------------------------------------------------------------------------------------------- keys
 

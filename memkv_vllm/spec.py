@@ -11,7 +11,7 @@ the engine starts detached and its hits begin when the server is up.
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memkv_vllm.config import DirectConfig, load_client_config, parse_extra_config
 from memkv_vllm.engine.client import ClusterSettings
@@ -19,7 +19,11 @@ from memkv_vllm.errors import EnvironmentFault
 from memkv_vllm.integration import compat
 from memkv_vllm.integration.facts import EngineFacts
 from memkv_vllm.integration.metrics import metric_definitions
-from memkv_vllm.types import MemoryKind
+
+if TYPE_CHECKING:
+    from memkv_vllm.engine.api import StagingMedium
+    from memkv_vllm.engine.plan import StagingPlan
+    from memkv_vllm.integration.layout import BlockLayout
 
 __all__ = ["MemKVOffloadingSpec"]
 
@@ -41,6 +45,7 @@ class MemKVOffloadingSpec(compat.OffloadingSpec):
         super().__init__(*args)
         vllm_config = compat.find_vllm_config(args)
         self._policy_advice = compat.failure_policy_advice(vllm_config)
+        self._memory_share = compat.gpu_memory_utilization(vllm_config)
         self._direct: DirectConfig = parse_extra_config(self.extra_config)
         self._facts = EngineFacts.from_spec(self, vllm_config)
         self._facts.check()
@@ -84,8 +89,16 @@ class MemKVOffloadingSpec(compat.OffloadingSpec):
 
     def get_worker(self, kv_caches: Any) -> Any:
         """One rank: layout, mover, staging and engine over the live KV tensors."""
+        try:
+            return self._make_worker(kv_caches)
+        except EnvironmentFault as error:
+            # vLLM ends with this, under many lines of its own: here it stands on one, to be found by its name.
+            logger.error("event=start_refused rank=%d reason=%r", self._facts.rank, str(error))
+            raise
+
+    def _make_worker(self, kv_caches: Any) -> Any:
         from memkv_vllm.engine.engine import EngineSettings, TransferEngine
-        from memkv_vllm.engine.plan import budget_warning, plan_staging, startup_line
+        from memkv_vllm.engine.plan import budget_warning, startup_line
         from memkv_vllm.integration.gather import make_mover
         from memkv_vllm.integration.layout import BlockLayout
         from memkv_vllm.integration.worker import MemKVOffloadingWorker
@@ -93,18 +106,13 @@ class MemKVOffloadingSpec(compat.OffloadingSpec):
         facts, direct = self._facts, self._direct
         facts.check()
         layout = BlockLayout.from_caches(kv_caches, facts.kv_dtype)
-        plan = plan_staging(
-            layout.value_bytes,
-            direct.num_threads,
-            direct.scratch_mb_per_thread,
-            direct.load_threads,
-            direct.store_threads,
-            tokens_per_block=facts.tokens_per_block[0],
-        )
-        medium = self._medium()
+        plan = self._plan(layout)
+        cluster = self._on_rail(layout)
+        medium = self._medium(cluster, layout, plan)
         engine = TransferEngine(
-            cluster=self._cluster.on_rail(facts.rank),
+            cluster=cluster,
             plan=plan,
+            medium=medium,
             mover=make_mover(layout),
             shard=facts.rank,
             settings=EngineSettings.from_config(direct),
@@ -112,32 +120,46 @@ class MemKVOffloadingSpec(compat.OffloadingSpec):
         )
         compat.install_load_error_hook()
         engine.start()
-        logger.info("%s", startup_line(facts.rank, len(layout.pages), layout.num_layers, plan, medium))
+        logger.info("%s", startup_line(facts.rank, len(layout.pages), layout.num_layers, plan, medium.kind))
         logger.info("event=worker_started rank=%d device=%s %s", facts.rank, layout.device, self._where())
         warning = budget_warning(plan)
         if warning:
             logger.warning("%s", warning)
         return MemKVOffloadingWorker(engine, namespace=self._manifest.digest, device=layout.device, rank=facts.rank)
 
-    def _medium(self) -> MemoryKind:
-        """Where the staging slots live. ``host`` is what this version has; nothing else is taken silently."""
-        from memkv_vllm.transports.registry import client_transport
+    def _plan(self, layout: BlockLayout) -> StagingPlan:
+        from memkv_vllm.engine.plan import plan_staging
 
-        wanted, name = self._direct.scratch_medium, self._cluster.transport
-        if wanted == "host":
-            return MemoryKind.HOST
-        capable = client_transport(name).capabilities.gpu_memory
-        why = (
-            "staging in GPU memory is not part of this version"
-            if capable
-            else f"transport {name} cannot reach GPU memory"
+        direct = self._direct
+        return plan_staging(
+            layout.value_bytes,
+            direct.num_threads,
+            direct.scratch_mb_per_thread,
+            direct.load_threads,
+            direct.store_threads,
+            tokens_per_block=self._facts.tokens_per_block[0],
         )
-        if wanted == "gpu":
-            raise EnvironmentFault(
-                f"memkv_scratch_medium is gpu, but {why}; set it to host, or to auto to let memkv choose"
-            )
-        logger.info("event=scratch_medium wanted=auto chosen=host: %s", why)
-        return MemoryKind.HOST
+
+    def _on_rail(self, layout: BlockLayout) -> ClusterSettings:
+        """The settings for this rank: its share of the rails, and a NIC near its GPU."""
+        from memkv_vllm.integration.cuda_driver import pci_address
+
+        gpu = pci_address(layout.device.index or 0) if layout.device.type == "cuda" else ""
+        return self._cluster.on_rail(self._facts.rank, self._facts.world_size, gpu)
+
+    def _medium(self, cluster: ClusterSettings, layout: BlockLayout, plan: StagingPlan) -> StagingMedium:
+        """Where the staging slots live."""
+        from memkv_vllm.integration.scratch import make_medium
+
+        return make_medium(
+            self._direct.scratch_medium,
+            cluster=cluster,
+            layout=layout,
+            plan=plan,
+            rank=self._facts.rank,
+            num_ranks=self._facts.world_size,
+            memory_share=self._memory_share,
+        )
 
     def _where(self) -> str:
         servers = ",".join(server.name for server in self._cluster.servers)

@@ -14,7 +14,9 @@ from memkv_vllm.config.client import (
     TransportName,
     default_dev_key_file,
     load_client_config,
+    load_rdma_devices,
     python_hash_seed,
+    torch_allocator_settings,
 )
 from memkv_vllm.config.extra import (
     DirectConfig,
@@ -51,9 +53,11 @@ __all__ = [
     "ServerAddress",
     "TransportName",
     "load_client_config",
+    "load_rdma_devices",
     "parse_auth_key",
     "parse_servers",
     "python_hash_seed",
+    "torch_allocator_settings",
     # vLLM
     "DirectConfig",
     "TierConfig",

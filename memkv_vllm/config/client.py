@@ -8,12 +8,12 @@ whenever a model is made, and cannot say which variable a wrong value came from.
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator
+from pydantic import Field, SecretStr, TypeAdapter, ValidationError, ValidationInfo, field_validator
 
 from memkv_vllm.config import sources
 from memkv_vllm.config.fields import AuthKey, Count, DefaultText, DeviceNames, KeyId, Kind, RoceKnobs, Seconds, Servers
@@ -23,12 +23,14 @@ from memkv_vllm.errors import ConfigError
 logger = logging.getLogger("memkv.config")
 
 CONFIG_VARIABLE = "MEMKV_CONFIG"
+TORCH_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 HASH_SEED_VARIABLE = "PYTHONHASHSEED"
 STATE_VARIABLE = "XDG_STATE_HOME"
 LICENSE_VARIABLES = ("MEMKV_LICENSE", "MINIO_LICENSE", "AISTOR_LICENSE")
 """In the order in which they are asked, after the yaml."""
 
 _SOURCE = "memkv client settings"
+_DEVICES: TypeAdapter[tuple[str, ...]] = TypeAdapter(DeviceNames)
 
 
 class TransportName(str, Enum):
@@ -67,7 +69,8 @@ class ClientConfig(RoceKnobs):
     Then `MINIO_LICENSE`, then `AISTOR_LICENSE` are asked."""
 
     rdma_devices: DeviceNames = ()
-    """NICs that may be used, one per rail. Must be set, or found by topology, on the direct path."""
+    """NICs that may be used, `mlx5_0` or `mlx5_0:1`, and never another. Left out: for each server the port in its
+    subnet, near the rank's GPU where several are. verbs only."""
 
     transport: Annotated[TransportName | None, DefaultText("`verbs` direct, `auto` tier")] = None
     """What moves the bytes. Left out: `verbs` in direct mode, `auto` in tier mode: verbs, else tcp, for each server by
@@ -79,7 +82,7 @@ class ClientConfig(RoceKnobs):
 
     tls: bool = False
     """Whether control connections over TCP use TLS 1.3; on where the servers have `network.tls_control`, and nowhere
-    else. tcp transport only. Bytes of values are not encrypted by it."""
+    else. tcp and verbs. Bytes of values are not encrypted by it."""
 
     tls_ca: Path | None = None
     """PEM file with the certificate of whoever signed the servers' certificates. Left out: this host's authorities."""
@@ -136,7 +139,8 @@ class ClientConfig(RoceKnobs):
         return tuple(unused)
 
 
-_TCP_ONLY = ("num_connections", "tls", "tls_ca", "tls_server_name")
+_TCP_ONLY = ("num_connections",)
+_TLS = ("tls", "tls_ca", "tls_server_name")
 _VERBS_ONLY = ("rdma_devices", *RoceKnobs.model_fields)
 
 
@@ -144,6 +148,8 @@ def _why_unused(name: str, transport: TransportName) -> str:
     """Why nothing reads the setting ``name`` with ``transport``; empty when something does."""
     if name in _TCP_ONLY and transport not in (TransportName.TCP, TransportName.AUTO):
         return f"for tcp only; transport is {transport.value}"
+    if name in _TLS and transport is TransportName.LOOPBACK:
+        return f"for tcp and verbs only; transport is {transport.value}"
     if name in _VERBS_ONLY and transport not in (TransportName.VERBS, TransportName.AUTO):
         return f"for verbs only; transport is {transport.value}"
     return ""
@@ -177,6 +183,10 @@ ENVIRONMENT: tuple[EnvironmentVariable, ...] = (
     EnvironmentVariable(LICENSE_VARIABLES[1], "license", "Asked when neither the yaml nor `MEMKV_LICENSE` has one."),
     EnvironmentVariable(LICENSE_VARIABLES[2], "license", "Asked last."),
     EnvironmentVariable(HASH_SEED_VARIABLE, None, "Python's own; two engines' block hashes agree only under one seed."),
+    EnvironmentVariable(
+        TORCH_ALLOCATOR_VARIABLES[0], None, "PyTorch's own; whether it uses expandable segments is logged."
+    ),
+    EnvironmentVariable(TORCH_ALLOCATOR_VARIABLES[1], None, "The older name of the same."),
     EnvironmentVariable("MEMKV_ADMIN_SERVERS", None, "Comma list `host:port` for `memkv admin`; `--server` wins."),
     EnvironmentVariable("MEMKV_ADMIN_TOKEN_FILE", None, "File with the token for `memkv admin`; `--token-file` wins."),
     EnvironmentVariable(
@@ -192,17 +202,24 @@ def python_hash_seed(environ: Mapping[str, str] | None = None) -> str | None:
     return (os.environ if environ is None else environ).get(HASH_SEED_VARIABLE) or None
 
 
+def torch_allocator_settings(environ: Mapping[str, str] | None = None) -> str:
+    """What PyTorch's allocator was told, ``name:value,...``; empty where nothing was."""
+    variables = os.environ if environ is None else environ
+    return next((variables[name] for name in TORCH_ALLOCATOR_VARIABLES if variables.get(name)), "")
+
+
 def default_dev_key_file(environ: Mapping[str, str] | None = None) -> Path:
     """Where ``memkv start --dev`` keeps its key: in the user's state directory, which is not shared with anyone."""
     state = (os.environ if environ is None else environ).get(STATE_VARIABLE)
     return (Path(state) if state else Path.home() / ".local" / "state") / "memkv" / "dev.key"
 
 
-def load_client_config(environ: Mapping[str, str] | None = None) -> ClientConfig:
+def load_client_config(environ: Mapping[str, str] | None = None, servers: Sequence[str] = ()) -> ClientConfig:
     """The client's settings from the yaml named by ``MEMKV_CONFIG`` and from ``MEMKV_*``.
 
     Args:
         environ: Stands in for the process environment.
+        servers: Stand in for those of both sources (a command's ``--server``); none: theirs.
 
     Raises:
         ConfigError: With every problem of both sources.
@@ -211,9 +228,25 @@ def load_client_config(environ: Mapping[str, str] | None = None) -> ClientConfig
     sources.warn_unknown_variables(environ, (variable.name for variable in ENVIRONMENT))
     merge = _Merge(environ)
     merge.read_yaml()
+    merge.replace_servers(servers)
     merge.resolve_key()
     merge.resolve_license()
     return merge.build()
+
+
+def load_rdma_devices(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    """``rdma_devices`` alone, for a tool that needs nothing else of the settings, which may not be there.
+
+    Args:
+        environ: Stands in for the process environment.
+
+    Raises:
+        ConfigError: It is not valid, or the yaml cannot be read.
+    """
+    environ = os.environ if environ is None else environ
+    merge = _Merge(environ)
+    merge.read_yaml()
+    return merge.build_devices()
 
 
 class _Merge:
@@ -249,6 +282,12 @@ class _Merge:
             else:
                 self._values[name] = self._environ[variable]
                 self._variables[name] = variable
+
+    def replace_servers(self, servers: Sequence[str]) -> None:
+        """Takes these in place of those of the sources, if there are any."""
+        if servers:
+            self._values["servers"] = list(servers)
+            self._variables["servers"] = "read from --server"
 
     def resolve_key(self) -> None:
         """Reads ``auth_key_file``, so that the model always holds the key itself."""
@@ -287,6 +326,17 @@ class _Merge:
                 self._fail(f"license (from {variable})" if variable else "license", error)
                 self._values.pop("license", None)
                 return
+
+    def build_devices(self) -> tuple[str, ...]:
+        """``rdma_devices``, or the problems with it."""
+        try:
+            devices: tuple[str, ...] = _DEVICES.validate_python(self._values.get("rdma_devices", ()))
+        except ValidationError as error:
+            problems = [str(problem["msg"]).removeprefix("Value error, ") for problem in error.errors()]
+            self._problems += [f"{self._name('rdma_devices')}: {problem}" for problem in problems]
+        if self._problems:
+            raise ConfigError(_SOURCE, self._problems)
+        return devices
 
     def build(self) -> ClientConfig:
         """The model, or all problems so far and the model's own."""

@@ -8,7 +8,6 @@ from typing import Annotated, Literal
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
     Field,
     PlainValidator,
@@ -494,7 +493,7 @@ class ServerConfig(Settings):
     """Whether clients must present a license."""
 
     def validate_supported(self) -> None:
-        """Refuses what the model accepts and this version does not do yet.
+        """Refuses what the model accepts and nothing would read.
 
         Raises:
             ConfigError: Naming each such setting.
@@ -503,28 +502,14 @@ class ServerConfig(Settings):
             raise ConfigError("memkv server settings", problems)
 
 
-_NOT_YET = (
-    "rdma.devices",
-    "rdma.gid_index",
-    "rdma.traffic_class",
-    "rdma.service_level",
-    "rdma.mtu",
-)
-"""Settings that the model knows and nothing reads yet. Refused when given: a setting without effect is silent."""
-
-
-def _is_given(config: ServerConfig, dotted: str) -> bool:
-    *sections, name = dotted.split(".")
-    section: BaseModel = config
-    for part in sections:
-        if part not in section.model_fields_set:
-            return False
-        section = getattr(section, part)
-    return name in section.model_fields_set
-
-
 def unsupported(config: ServerConfig) -> list[str]:
-    """One problem for each setting that the model accepts and this version does not do yet."""
+    """One problem for each setting that the model accepts and that would do nothing: that would be silent."""
+    if config.rdma.devices:
+        return []
     return [
-        Problem(name, "not in this version yet", "remove it").line() for name in _NOT_YET if _is_given(config, name)
+        Problem(
+            f"rdma.{name}", "has no effect without rdma.devices", "name the NICs to serve on there, or remove it"
+        ).line()
+        for name in RoceKnobs.model_fields
+        if name in config.rdma.model_fields_set and getattr(config.rdma, name) is not None
     ]

@@ -1,7 +1,8 @@
 """What the vLLM side sees of the engine, and what the engine needs of it. Protocols and values only.
 
 The engine knows no tensor: blocks are moved between live KV memory and staging slots by a
-:class:`BlockMover`, which ``integration/`` implements for CPU and CUDA.
+:class:`BlockMover`, which ``integration/`` implements for CPU and CUDA. Nor does it know what staging memory is made
+of: it names slots by region, offset and length, and a :class:`StagingMedium` makes the regions and reads them.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from memkv_vllm.transports.base import Region
-from memkv_vllm.types import Direction, LossReason
+from memkv_vllm.types import Direction, Extent, LossReason, MemoryKind
 
 
 class BlockRef(NamedTuple):
@@ -65,6 +66,48 @@ class BlockMover(Protocol):
         ...
 
 
+class StagingMedium(Protocol):
+    """The memory that staging slots lie in: the host's is in ``engine.medium``, a GPU's in ``integration``.
+
+    All but ``kind`` may block and is called on worker threads, or before the loop runs and after it has ended.
+    """
+
+    @property
+    def kind(self) -> MemoryKind:
+        """Where it is."""
+        ...
+
+    def make_region(self, number: int, length: int) -> Region:
+        """Make region ``number`` of ``length`` bytes, all zero.
+
+        Raises:
+            EnvironmentFault: there is not so much memory, or it cannot be had in the shape that transports need.
+        """
+        ...
+
+    def free(self, region: Region) -> None:
+        """Give a region's memory back. No transport has it registered and no mover attached any more."""
+        ...
+
+    def make_visible(self) -> None:
+        """After this, what peers wrote before is what ``digest`` and a mover's ``scatter`` read.
+
+        The engine calls it once an answer says that bytes have arrived, before anything reads them.
+        """
+        ...
+
+    def digest(self, lane: int, extent: Extent) -> int:
+        """The checksum (``protocol.checksum.digest``) of the bytes that the extent holds now.
+
+        Calls of one lane come one at a time. Releases the interpreter lock for the bulk of its time.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free everything. Nothing is called afterwards."""
+        ...
+
+
 @dataclass(frozen=True)
 class JobResult:
     """A finished job. vLLM is always told success; what was lost stands in ``bad_block_ids`` and ``lost``."""
@@ -101,6 +144,8 @@ class EngineStatistics(NamedTuple):
     servers_ready: int
     reconnects: int
     fences: int
+    slow_paths: int = 0
+    """Times that a server's large transfers were found to be far slower than its rail should carry."""
 
 
 class Engine(Protocol):

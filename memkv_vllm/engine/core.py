@@ -18,7 +18,7 @@ from typing import NamedTuple
 import anyio
 
 from memkv_vllm.config import DirectConfig
-from memkv_vllm.engine.api import BlockMover, BlockRef, EngineStatistics, JobResult
+from memkv_vllm.engine.api import BlockMover, BlockRef, EngineStatistics, JobResult, StagingMedium
 from memkv_vllm.engine.client import ClusterClient, ClusterSettings
 from memkv_vllm.engine.inflight import Holder
 from memkv_vllm.engine.lanes import Lane
@@ -29,7 +29,7 @@ from memkv_vllm.engine.slots import SlotKeeper
 from memkv_vllm.engine.staging import Slot
 from memkv_vllm.keys import store_key
 from memkv_vllm.protocol.session import PeerKind
-from memkv_vllm.types import Direction, LossReason, VerifyMode
+from memkv_vllm.types import Direction, LossReason, MemoryKind, VerifyMode
 
 logger = logging.getLogger("memkv.engine")
 
@@ -91,6 +91,7 @@ class EngineCore:
     Args:
         cluster: servers, credentials, timeouts.
         plan: lanes and slots.
+        medium: makes and reads the slots' memory.
         mover: moves blocks between KV tensors and slots.
         shard: this rank's shard index in store keys.
         settings: deadlines and budgets.
@@ -102,6 +103,7 @@ class EngineCore:
         *,
         cluster: ClusterSettings,
         plan: StagingPlan,
+        medium: StagingMedium,
         mover: BlockMover,
         shard: int,
         settings: EngineSettings,
@@ -113,14 +115,16 @@ class EngineCore:
         """Numbers the loaded values, so that ``sampled`` reaches each of them in time. Any thread may take the next."""
         self.schedule = Schedule(settings.max_store_backlog_bytes, settings.max_queued_blocks)
         self._start_margin_s = min(START_MARGIN * settings.wait_timeout_s, cluster.op_timeout_s / 2)
+        # Memory of a GPU is not locked in the host's.
+        locked_bytes = plan.scratch_bytes if medium.kind is MemoryKind.HOST else 0
         self.client = ClusterClient(
             cluster,
-            cluster.transports(),
+            cluster.transports(PeerKind.ENGINE, locked_bytes),
             PeerKind.ENGINE,
             on_change=self.wake,
             on_fenced=self._fenced,
         )
-        self.slots = SlotKeeper(plan, mover, self.client, self.wake)
+        self.slots = SlotKeeper(plan, medium, mover, self.client, self.wake)
         self.counts: Counter[str] = Counter()
         self._plan = plan
         self._shard = shard
@@ -364,4 +368,5 @@ class EngineCore:
             servers_ready=self.client.num_ready,
             reconnects=sum(max(0, link.statistics().connects - 1) for link in self.client.links.values()),
             fences=counts["fences"],
+            slow_paths=sum(link.statistics().slow_paths for link in self.client.links.values()),
         )

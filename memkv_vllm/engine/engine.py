@@ -13,17 +13,22 @@ import queue
 import time
 from collections.abc import Sequence
 
-from memkv_vllm.engine.api import BlockMover, BlockRef, EngineStatistics, JobResult
+from memkv_vllm.engine.api import BlockMover, BlockRef, EngineStatistics, JobResult, StagingMedium
 from memkv_vllm.engine.client import ClusterSettings
 from memkv_vllm.engine.core import EngineCore, EngineSettings, Submission, failed_result
+from memkv_vllm.engine.medium import HostMedium
 from memkv_vllm.engine.plan import StagingPlan
 from memkv_vllm.engine.portal import LoopThread
-from memkv_vllm.errors import EngineStopped, LocalProtocolError
+from memkv_vllm.errors import EngineStopped, EnvironmentFault, LocalProtocolError
 from memkv_vllm.types import Direction, LossReason
 
 __all__ = ["EngineSettings", "TransferEngine"]
 
 logger = logging.getLogger("memkv.engine")
+
+START_VERDICT_S = 4.5
+"""How long a start waits for servers that have not shown yet whether they reach this host's memory: a server takes up
+to 3 s to find that a path carries no packets, and an engine that refuses to start is to have ended within 5."""
 
 
 class TransferEngine:
@@ -36,6 +41,7 @@ class TransferEngine:
         shard: this rank's shard index in store keys.
         settings: deadlines and budgets.
         name: for the thread and logs, for example ``rank0``.
+        medium: makes and reads the slots' memory, and is closed with the engine; None: host memory.
     """
 
     def __init__(
@@ -47,14 +53,17 @@ class TransferEngine:
         shard: int,
         settings: EngineSettings,
         name: str,
+        medium: StagingMedium | None = None,
     ) -> None:
         self._settings = settings
+        self._verdict_s = min(cluster.connect_timeout_s, START_VERDICT_S)
         self._close_timeout_s = cluster.connect_timeout_s + 5.0
         self._finished: queue.SimpleQueue[JobResult] = queue.SimpleQueue()
         self._open: dict[int, Submission] = {}
         self._core = EngineCore(
             cluster=cluster,
             plan=plan,
+            medium=HostMedium() if medium is None else medium,
             mover=mover,
             shard=shard,
             settings=settings,
@@ -67,11 +76,29 @@ class TransferEngine:
     def start(self) -> None:
         """Make the staging pool and start the loop; servers are connected in the background.
 
+        Over RDMA it waits until every server was tried once, at most ``START_VERDICT_S`` or the connect timeout. One
+        that does not answer is no reason not to start: its blocks are missed until it is there.
+
         Raises:
-            EnvironmentFault: no memory for the staging pool, or the transport cannot run on this host.
+            EnvironmentFault: no memory for the staging pool, or a server answers and cannot reach this host's memory,
+                which no waiting mends. Everything is closed then.
         """
         self._core.slots.prepare()
         self._thread.start()
+        if self._core.client.may_be_half_reachable and (problems := self._first_problems()):
+            self.close()
+            servers = "; ".join(f"server {name}: {problem}" for name, problem in problems.items())
+            raise EnvironmentFault(
+                f"{self._thread.name} does not start, for {len(problems)} of {len(self._core.client.links)} servers "
+                f"answer but cannot reach this host's memory, and nothing else is used in place of RDMA: {servers}"
+            )
+
+    def _first_problems(self) -> dict[str, str]:
+        try:
+            return self._thread.call(self._core.client.first_problems, self._verdict_s, timeout_s=self._verdict_s + 1.0)
+        except (EngineStopped, TimeoutError) as error:
+            logger.error("event=no_first_verdict thread=%s reason=%r", self._thread.name, str(error))
+            return {}
 
     def submit_store(self, job_id: int, blocks: Sequence[BlockRef], after: object | None = None) -> None:
         """Hand over a store; returns in microseconds.

@@ -15,6 +15,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import anyio
@@ -29,7 +30,7 @@ from memkv_vllm.engine.schedule import BlockTask
 from memkv_vllm.engine.staging import Slot
 from memkv_vllm.engine.verify import should_verify, verify
 from memkv_vllm.errors import LocalProtocolError, MemkvError, NotSent, StoreError
-from memkv_vllm.protocol.checksum import ChecksumAlgorithm, digest
+from memkv_vllm.protocol.checksum import ChecksumAlgorithm
 from memkv_vllm.protocol.messages import BadValue, Get, GetItem, GetResult, Put, PutItem, ReportBad, Request
 from memkv_vllm.types import Deadline, Direction, Extent, LossReason, Status
 
@@ -148,7 +149,7 @@ class Lane:
     def _gather(self, chunk: Chunk, after: object | None) -> list[int]:
         """On a worker thread: fill the slots and checksum them."""
         self._core.mover.gather(self._index, _refs(chunk.tasks, chunk.slots), after)
-        return [digest(self._core.slots.view(slot)) for slot in chunk.slots]
+        return [self._core.slots.digest(self._index, slot) for slot in chunk.slots]
 
     async def _put(self, part: _Part) -> None:
         core, deadline = self._core, self._deadline(part.tasks)
@@ -157,7 +158,7 @@ class Lane:
             for task, slot, checksum in zip(part.tasks, part.slots, part.checksums, strict=True)
         ]
         request = Put(items, ChecksumAlgorithm.XXH3_64_TREE_1M, _server_ms(deadline))
-        statuses = await self._request(part, request, deadline, lambda statuses: statuses.count(Status.TIMEOUT))
+        statuses = await self._request(part, request, deadline, list)
         if statuses is None:
             return
         # A server that gave up may go on reading, but it commits nothing of it: the slots are free all the same.
@@ -181,12 +182,8 @@ class Lane:
             for task, slot in zip(part.tasks, part.slots, strict=True)
         ]
         holder = part.link.holder
-        results = await self._request(
-            part,
-            Get(items, _server_ms(deadline)),
-            deadline,
-            lambda results: sum(result.status is Status.TIMEOUT for result in results),
-        )
+        request = Get(items, _server_ms(deadline))
+        results = await self._request(part, request, deadline, lambda results: [result.status for result in results])
         if results is None:
             return
         landings = self._sort_out(part, results, holder)
@@ -257,12 +254,14 @@ class Lane:
     def _scatter(self, landings: list[_Landing], after: object | None) -> list[LossReason | None]:
         """On a worker thread: check each value, then scatter the good ones to all blocks that want them."""
         core = self._core
+        core.slots.arrived()
         verdicts: list[LossReason | None] = []
         refs: list[SlotRef] = []
         for landing in landings:
             slot, result = landing.slot, landing.result
             checked = should_verify(core.verify_mode, next(core.verify_turns))
-            verdict = verify(core.slots.view(slot), result.checksum, result.algorithm) if checked else None
+            arrived = partial(core.slots.digest, self._index, slot)
+            verdict = verify(arrived, result.checksum, result.algorithm) if checked else None
             verdicts.append(verdict)
             if verdict is None:
                 refs += [SlotRef(task.block_id, slot.region, slot.offset) for task in landing.targets]
@@ -287,9 +286,9 @@ class Lane:
     # -- both
 
     async def _request(
-        self, part: _Part, request: Request[R], deadline: Deadline, gave_up: Callable[[R], int]
+        self, part: _Part, request: Request[R], deadline: Deadline, statuses: Callable[[R], list[Status]]
     ) -> R | None:
-        """Post; on failure ends the tasks, deals with the slots and returns None."""
+        """Post; on failure ends the tasks, deals with the slots and returns None. ``statuses`` of a reply, per slot."""
         core, link, holder = self._core, part.link, part.link.holder
         if not link.connected:
             core.slots.release(part.slots)
@@ -298,7 +297,14 @@ class Lane:
         core.slots.inflight.posted(holder, part.slots)
         core.counts["posted"] += 1
         try:
-            reply = await link.request(request, deadline, names_memory=True, gave_up=gave_up)
+            reply = await link.request(
+                request,
+                deadline,
+                names_memory=True,
+                size_bytes=sum(slot.length for slot in part.slots),
+                moved=lambda reply: statuses(reply).count(Status.OK) * part.slots[0].length,
+                gave_up=lambda reply: statuses(reply).count(Status.TIMEOUT),
+            )
         except (StoreError, LocalProtocolError, NotSent) as error:
             # No byte moves, now or later. A request that was not sent was neither refused nor answered.
             reason = error.reason if isinstance(error, NotSent) else LossReason.REFUSED

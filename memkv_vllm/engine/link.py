@@ -32,7 +32,9 @@ from memkv_vllm.engine.breaker import Backoff, Breaker, BreakerState
 from memkv_vllm.engine.generation import Generation
 from memkv_vllm.engine.inflight import Holder
 from memkv_vllm.engine.linklog import LinkLog
+from memkv_vllm.engine.pace import Pace, PaceChange
 from memkv_vllm.engine.routes import Route, Routes
+from memkv_vllm.engine.verdict import FirstVerdict
 from memkv_vllm.errors import (
     ConnectError,
     ConnectionLost,
@@ -70,6 +72,8 @@ class LinkSettings(NamedTuple):
     kind: PeerKind
     connect_timeout_s: float
     op_timeout_s: float
+    ranks: int = 1
+    """Of this host: they share out the rails, so each can expect its part of them."""
 
 
 class LinkStatistics(NamedTuple):
@@ -84,6 +88,8 @@ class LinkStatistics(NamedTuple):
     """Connections that took over from one that still worked, because their way is better."""
     silences: int
     """Connections given up because the server showed no sign of life."""
+    slow_paths: int
+    """Times that transfers were found to be far slower than their way should be."""
     by_transport: Mapping[str, int]
     """``connects`` by what was chosen."""
     route: Route | None
@@ -127,6 +133,9 @@ class ServerLink:
         self._breaker = Breaker(random.random)
         self._backoff = Backoff(RECONNECT_FIRST_S, RECONNECT_MAX_S, random.random)
         self._log = LinkLog(name, routes)
+        self.verdict = FirstVerdict()
+        self._pace = Pace()
+        self._share = min(1.0, len({route.rail for route in routes}) / settings.ranks)
         self._ready: Generation | None = None
         self._down = anyio.Event()
         self._unfenced: dict[Holder, Generation] = {}
@@ -169,6 +178,7 @@ class ServerLink:
             fences=counts["fences"],
             moves=counts["moves"],
             silences=counts["silences"],
+            slow_paths=counts["slow_paths"],
             by_transport=dict(self._by_transport),
             route=None if ready is None else ready.route,
         )
@@ -181,6 +191,8 @@ class ServerLink:
         deadline: Deadline,
         *,
         names_memory: bool = False,
+        size_bytes: int = 0,
+        moved: Callable[[R], int] = lambda _: 0,
         gave_up: Callable[[R], int] = lambda _: 0,
     ) -> R:
         """Send a request on the current connection.
@@ -190,6 +202,8 @@ class ServerLink:
             deadline: when to give up.
             names_memory: whether it names staging extents. If so, a missed deadline condemns the connection: the
                 server may still move bytes. Otherwise it only counts against the server.
+            size_bytes: of all the extents that it names.
+            moved: how many of them a reply says were moved.
             gave_up: how many of a reply's transfers the server gave up on. It moves nothing more over such a
                 connection, which is condemned; the reply is returned all the same.
 
@@ -204,9 +218,12 @@ class ServerLink:
         if ready is None:
             raise ConnectError(f"server {self.name} is not connected: {self._log.last_problem or 'not tried yet'}")
         ready.begin()
+        self._pace.begin(size_bytes, time.monotonic())
+        moved_bytes = 0
         try:
             reply = await ready.connection.request(request, deadline)
             ready.heard()
+            moved_bytes = moved(reply)
         except (RequestTimeout, NotSent, ConnectionLost, RemoteProtocolError) as error:
             # What was not sent moves nothing; only several in a row, with no answer in between, open the breaker.
             self._failed(ready, error, names_memory and not isinstance(error, NotSent))
@@ -217,11 +234,18 @@ class ServerLink:
             raise
         finally:
             ready.end()
+            self._measure(size_bytes, moved_bytes)
         if count := gave_up(reply):
             self._failed(ready, RequestTimeout(f"server {self.name} gave up on {count} transfers"), names_memory)
         else:
             self._breaker.succeeded(time.monotonic())
         return reply
+
+    def _measure(self, size_bytes: int, moved_bytes: int) -> None:
+        change = self._pace.end(size_bytes, moved_bytes, time.monotonic())
+        if change is not None:
+            self._counts["slow_paths"] += change is PaceChange.SLOW
+            self._log.pace_changed(change, self._pace)
 
     def _failed(self, generation: Generation, error: MemkvError, names_memory: bool) -> None:
         if self._ready is generation:
@@ -269,6 +293,8 @@ class ServerLink:
                 self._log.second_choice(route, [error for way, error in failures.items() if way in better])
                 return True
             failures[route] = error
+            self.verdict.failed(error)
+        self.verdict.round_over()
         self._log.down(*failures.values())
         return False
 
@@ -352,36 +378,13 @@ class ServerLink:
         self._condemn(generation, silence)
 
     async def _set_up(self, generation: Generation) -> None:
-        await self._refuse_a_stranger(generation)
+        if self._ready is not None:
+            await _refuse_a_stranger(self._ready, generation, self._settings.connect_timeout_s, self._log)
         if self._greet is not None:
             await self._greet(self, generation.connection)
         # Regions may be added meanwhile: ready means that the server has them all.
         while missing := [region for region in self._regions if region.id not in generation.registered]:
             await self._register(generation, missing[0])
-
-    async def _refuse_a_stranger(self, generation: Generation) -> None:
-        """Two rails of one entry must lead to one server, or its blocks would be looked for on another.
-
-        Raises:
-            RemoteProtocolError: another server answers here than over the connection in use, which lives.
-        """
-        ready = self._ready
-        if ready is None:
-            return
-        used, found = ready.connection.established.server, generation.connection.established.server
-        if used.server_id == found.server_id:
-            return
-        try:
-            await ready.connection.request(Ping(), _deadline(self._settings.connect_timeout_s))
-        except MemkvError:
-            return  # the one in use is gone: this is what came after it
-        error = RemoteProtocolError(
-            "server_id",
-            f"{generation.route} leads to server {found.server_id.hex()}, {ready.route} to {used.server_id.hex()}: "
-            f"list only addresses of one server under {self.name!r}",
-        )
-        self._log.rails_differ(error)
-        raise error
 
     async def _register(self, generation: Generation, region: Region) -> None:
         generation.registered.add(region.id)
@@ -397,6 +400,9 @@ class ServerLink:
         self._counts["connects"] += 1
         self._by_transport[route.transport] += 1
         self._log.connected(generation.holder, route)
+        self.verdict.ready()
+        rate = generation.connection.expected_bytes_per_s
+        self._pace.expect(None if rate is None else rate * self._share)
         if old is None:
             self._down = anyio.Event()
         elif self._tasks is not None:
@@ -443,3 +449,25 @@ class ServerLink:
 
 def _deadline(timeout_s: float) -> Deadline:
     return Deadline(time.monotonic() + timeout_s)
+
+
+async def _refuse_a_stranger(ready: Generation, new: Generation, timeout_s: float, log: LinkLog) -> None:
+    """Two rails of one entry must lead to one server, or its blocks would be looked for on another.
+
+    Raises:
+        RemoteProtocolError: another server answers on ``new`` than on ``ready``, the connection in use, which lives.
+    """
+    used, found = ready.connection.established.server, new.connection.established.server
+    if used.server_id == found.server_id:
+        return
+    try:
+        await ready.connection.request(Ping(), _deadline(timeout_s))
+    except MemkvError:
+        return  # the one in use is gone: this is what came after it
+    error = RemoteProtocolError(
+        "server_id",
+        f"{new.route} leads to server {found.server_id.hex()}, {ready.route} to {used.server_id.hex()}: "
+        f"list only addresses of one server under {new.holder.server!r}",
+    )
+    log.rails_differ(error)
+    raise error

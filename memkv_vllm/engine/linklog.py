@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from memkv_vllm.engine.breaker import Allowance
 from memkv_vllm.engine.inflight import Holder
+from memkv_vllm.engine.pace import Pace, PaceChange
 from memkv_vllm.engine.routes import Route
 from memkv_vllm.errors import EnvironmentFault, MemkvError
 
@@ -83,6 +84,22 @@ class LinkLog:
             "event=rails_differ server=%s reason=%r: the rail is not used; give every server an entry of its own%s",
             self._server,
             str(error),
+        )
+
+    def pace_changed(self, change: PaceChange, pace: Pace) -> None:
+        """Transfers became far slower than their way should be, or no longer are."""
+        rate, expected = f"{pace.rate / 1e9:.2f}", f"{(pace.expected or 0.0) / 1e9:.2f}"
+        if change is PaceChange.RECOVERED:
+            logger.info("event=path_recovered server=%s gb_per_s=%s expected=%s", self._server, rate, expected)
+            return
+        self._say(
+            logging.WARNING,
+            "event=slow_path server=%s gb_per_s=%s expected=%s: large transfers reach less than a third of what this "
+            "rank's share of the rail should carry: see the port's speed and error counters (memkv net topo, "
+            "ethtool -S), the switch's drops, and whether the server or its drives are the limit%s",
+            self._server,
+            rate,
+            expected,
         )
 
     def fence_pending(self, holder: Holder, problem: MemkvError) -> None:

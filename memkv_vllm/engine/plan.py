@@ -1,4 +1,4 @@
-"""How much staging memory a rank has: the arithmetic, the start-up line and its warning. Pure."""
+"""How much staging memory a rank has: the arithmetic, the start-up line and its warning, a GPU's room for it. Pure."""
 
 from __future__ import annotations
 
@@ -9,11 +9,26 @@ from dataclasses import dataclass
 from memkv_vllm.errors import ConfigError
 from memkv_vllm.types import MemoryKind
 
-__all__ = ["MAX_CHUNK_BLOCKS", "MIB", "StagingPlan", "budget_warning", "load_reserve", "plan_staging", "startup_line"]
+__all__ = [
+    "GPU_MARGIN_BYTES",
+    "MAX_CHUNK_BLOCKS",
+    "MIB",
+    "GpuRoom",
+    "StagingPlan",
+    "budget_warning",
+    "load_reserve",
+    "misfit",
+    "plan_staging",
+    "startup_line",
+]
 
 MIB = 1024 * 1024
 MAX_CHUNK_BLOCKS = 64
 """Largest group of blocks that one lane moves at once, whatever the budget."""
+
+GPU_MARGIN_BYTES = 512 * MIB
+"""Left alone on a GPU: CUDA graphs and libraries take memory after staging was made, and vLLM does not count all of it
+in ``gpu_memory_utilization``. How much they take depends on the model; this is a choice, not a measurement."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +83,29 @@ class StagingPlan:
     def tokens_lost(self) -> int:
         """KV-cache tokens that the scratch displaces at the ``gpu`` medium."""
         return self.num_slots * self.tokens_per_block
+
+
+@dataclass(frozen=True)
+class GpuRoom:
+    """The memory of a GPU at one moment, in bytes."""
+
+    total_bytes: int
+    free_bytes: int
+    """Free now, for whoever asks."""
+    planned_share: float | None
+    """Share of the total that vLLM takes for itself, sooner or later (``gpu_memory_utilization``), or ``None``: then
+    what is free now is taken for free."""
+
+    @property
+    def promised_bytes(self) -> int:
+        """What vLLM has not taken yet of its share: activations of the largest batch, above all."""
+        used = self.total_bytes - self.free_bytes
+        return max(0, math.ceil(self.total_bytes * (self.planned_share or 0.0)) - used)
+
+    @property
+    def room_bytes(self) -> int:
+        """What staging may take."""
+        return max(0, self.free_bytes - self.promised_bytes - GPU_MARGIN_BYTES)
 
 
 def load_reserve(num_slots: int) -> int:
@@ -154,3 +192,33 @@ def budget_warning(plan: StagingPlan) -> str | None:
         f"{_mib(plan.value_bytes)}, so every block is a round trip of its own; set memkv_scratch_mb_per_thread to "
         f"at least {needed} (chunk=2), better {math.ceil(8 * plan.value_bytes / MIB)} (chunk=8)"
     )
+
+
+def misfit(plan: StagingPlan, room: GpuRoom) -> str | None:
+    """Why a rank's staging does not fit on its GPU, with all the numbers and what to change; ``None`` if it does."""
+    needed, total = plan.scratch_bytes, room.total_bytes
+    if needed <= room.room_bytes:
+        return None
+    promised = f"{_mib(room.promised_bytes)} promised to vLLM"
+    if room.planned_share is not None:
+        promised += f" (gpu_memory_utilization={room.planned_share:g})"
+    return (
+        f"staging needs {_mib(needed)} (threads={plan.num_lanes} x chunk={plan.chunk_blocks} x "
+        f"value={_mib(plan.value_bytes)}; {100 * needed / total:.2f} % of the GPU, {plan.tokens_lost} tokens of KV "
+        f"cache) and {_mib(room.room_bytes)} is there for it: {_mib(total)} in all, {_mib(room.free_bytes)} free, of "
+        f"it {promised} and {_mib(GPU_MARGIN_BYTES)} left for CUDA graphs and libraries; {_ways_to_fit(plan, room)}"
+    )
+
+
+def _ways_to_fit(plan: StagingPlan, room: GpuRoom) -> str:
+    ways = []
+    if room.planned_share is not None:
+        # vLLM would take so much less at its next start, whether it has taken its share by now or not.
+        short = plan.scratch_bytes + GPU_MARGIN_BYTES + room.promised_bytes - room.free_bytes
+        share = math.floor(100 * (room.planned_share - short / room.total_bytes)) / 100
+        if share > 0:
+            ways.append(f"lower gpu_memory_utilization to {share:g}")
+    budget = room.room_bytes // plan.num_lanes // MIB
+    if budget * MIB >= plan.value_bytes:
+        ways.append(f"set memkv_scratch_mb_per_thread to {budget}")
+    return ", or ".join([*ways, "set memkv_scratch_medium: host"])

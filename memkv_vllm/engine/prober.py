@@ -167,7 +167,11 @@ class Prober:
 
     async def _main(self, _: LoopThread) -> None:
         self._client = ClusterClient(
-            self._cluster, self._cluster.transports(), PeerKind.MANAGER, greet=self._greet, on_change=self._changed
+            self._cluster,
+            self._cluster.transports(PeerKind.MANAGER),
+            PeerKind.MANAGER,
+            greet=self._greet,
+            on_change=self._changed,
         )
         async with anyio.create_task_group() as tasks:
             self._tasks = tasks

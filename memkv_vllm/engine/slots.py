@@ -1,8 +1,8 @@
 """The staging memory of a rank as its loop uses it: the regions, and which slot waits for which connection.
 
 ``staging`` knows the state of every slot and ``inflight`` which connection a slot was named over; here the two meet
-the memory itself. Once most slots wait for a server that may never answer, one replacement region is made, and never
-a second.
+the memory itself, which its medium makes and reads. Once most slots wait for a server that may never answer, one
+replacement region is made, and never a second.
 """
 
 from __future__ import annotations
@@ -13,38 +13,44 @@ from collections.abc import Callable, Sequence
 import anyio
 from anyio import to_thread
 
-from memkv_vllm.engine.api import BlockMover
+from memkv_vllm.engine.api import BlockMover, StagingMedium
 from memkv_vllm.engine.client import ClusterClient
 from memkv_vllm.engine.inflight import Holder, InFlight
 from memkv_vllm.engine.plan import StagingPlan
 from memkv_vllm.engine.staging import Slot, StagingPool
 from memkv_vllm.transports.base import Region
-from memkv_vllm.transports.memory import HostMemory
-from memkv_vllm.types import MemoryKind
+from memkv_vllm.types import Extent
 
 logger = logging.getLogger("memkv.engine")
 
 
 class SlotKeeper:
-    """See the module's text. Everything but ``prepare``, ``view`` and ``close`` belongs to the engine's loop.
+    """See the module's text. Everything but ``prepare``, ``arrived``, ``digest`` and ``close`` belongs to the loop.
 
     Args:
         plan: how many slots of which size.
+        medium: makes the regions.
         mover: every region is attached to it.
         client: every region is registered on its connections.
         on_change: called when slots became free.
     """
 
     def __init__(
-        self, plan: StagingPlan, mover: BlockMover, client: ClusterClient, on_change: Callable[[], None]
+        self,
+        plan: StagingPlan,
+        medium: StagingMedium,
+        mover: BlockMover,
+        client: ClusterClient,
+        on_change: Callable[[], None],
     ) -> None:
         self.pool = StagingPool(plan, region=0)
         self.inflight = InFlight()
         self._plan = plan
+        self._medium = medium
         self._mover = mover
         self._client = client
         self._on_change = on_change
-        self._memories: list[HostMemory] = []
+        self._num_regions = 0
         self._wanted = anyio.Event()
 
     def prepare(self) -> None:
@@ -56,9 +62,8 @@ class SlotKeeper:
         self._client.regions.append(self._make_region())
 
     def close(self) -> None:
-        """Unmap the regions, after the loop has ended and the mover was closed."""
-        for memory in self._memories:
-            memory.close()
+        """Free the regions, after the loop has ended and the mover was closed."""
+        self._medium.close()
 
     async def run(self) -> None:
         """Make the replacement region when it is wanted; ends with that."""
@@ -76,9 +81,13 @@ class SlotKeeper:
         self.pool.add_region(region.id, self._plan.num_slots)
         self._on_change()
 
-    def view(self, slot: Slot) -> memoryview:
-        """The slot's bytes."""
-        return self._memories[slot.region].view(slot.offset, slot.length)
+    def arrived(self) -> None:
+        """Bytes of peers are in slots: make sure that what reads them from now on sees them. For a worker thread."""
+        self._medium.make_visible()
+
+    def digest(self, lane: int, slot: Slot) -> int:
+        """Checksum of the slot's bytes. For a worker thread."""
+        return self._medium.digest(lane, Extent(slot.region, slot.offset, slot.length))
 
     def release(self, slots: Sequence[Slot]) -> None:
         """No peer can touch these any more: give them back."""
@@ -113,14 +122,11 @@ class SlotKeeper:
         self._on_change()
 
     def _make_region(self) -> Region:
-        number = len(self._memories)
-        memory = HostMemory.create(f"staging{number}", self._plan.scratch_bytes)
-        region = Region(number, MemoryKind.HOST, memory.length, memory)
+        region = self._medium.make_region(self._num_regions, self._plan.scratch_bytes)
         try:
-            memory.populate(0, memory.length)
             self._mover.attach(region)
         except BaseException:
-            memory.close()
+            self._medium.free(region)
             raise
-        self._memories.append(memory)
+        self._num_regions += 1
         return region

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
-from memkv_vllm.protocol.checksum import ChecksumAlgorithm, digest
+from memkv_vllm.protocol.checksum import ChecksumAlgorithm
 from memkv_vllm.types import LossReason, VerifyMode
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
 
 __all__ = ["SAMPLE_ONE_IN", "should_verify", "verify"]
 
@@ -32,11 +29,11 @@ def should_verify(mode: VerifyMode, checksum_seed: int) -> bool:
     return mode is VerifyMode.FULL
 
 
-def verify(value: Buffer, checksum: int, algorithm: int) -> LossReason | None:
+def verify(arrived: Callable[[], int], checksum: int, algorithm: int) -> LossReason | None:
     """Compare a value's bytes with the checksum that came with it. Runs at memory speed; for a worker thread.
 
     Args:
-        value: the bytes that arrived, C-contiguous.
+        arrived: computes the checksum of the bytes that arrived; called only where the algorithm is known.
         checksum: the checksum that the value was stored with, unsigned 64 bits.
         algorithm: its algorithm id. One that this version cannot compute counts as a mismatch: bytes that cannot be
             verified are not used.
@@ -44,6 +41,6 @@ def verify(value: Buffer, checksum: int, algorithm: int) -> LossReason | None:
     Returns:
         ``None`` when the bytes agree, else ``LossReason.CHECKSUM``.
     """
-    if algorithm == ChecksumAlgorithm.XXH3_64_TREE_1M and digest(value) == checksum:
+    if algorithm == ChecksumAlgorithm.XXH3_64_TREE_1M and arrived() == checksum:
         return None
     return LossReason.CHECKSUM

@@ -30,10 +30,9 @@ from typing import Any
 
 from memkv_vllm.config import shown_extra_config
 from memkv_vllm.errors import EnvironmentFault
+from memkv_vllm.integration.releases import SUPPORTED
 
 logger = logging.getLogger("memkv.integration.compat")
-
-SUPPORTED = "0.25 to 0.33"
 
 
 def _release() -> str:
@@ -90,6 +89,7 @@ __all__ = [
     "TransferResult",
     "failure_policy_advice",
     "find_vllm_config",
+    "gpu_memory_utilization",
     "has_fixed_hash_seed",
     "install_load_error_hook",
     "join_vllm_logging",
@@ -192,6 +192,18 @@ def _current_vllm_config() -> Any | None:
     except ImportError:
         return None
     return get_current_vllm_config_or_none()
+
+
+def gpu_memory_utilization(vllm_config: Any | None) -> float | None:
+    """The share of the GPU that vLLM takes for weights, KV cache and activations; None where it is not known.
+
+    Not known either under ``--kv-cache-memory-bytes``, which sizes the KV cache without it.
+    """
+    cache = getattr(vllm_config, "cache_config", None)
+    share = getattr(cache, "gpu_memory_utilization", None)
+    if not isinstance(share, int | float) or getattr(cache, "kv_cache_memory_bytes", None) is not None:
+        return None
+    return float(share)
 
 
 def has_fixed_hash_seed() -> bool:

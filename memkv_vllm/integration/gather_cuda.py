@@ -1,4 +1,4 @@
-"""The mover for KV tensors on a CUDA device, with staging slots in pinned host memory.
+"""The mover for KV tensors on a CUDA device, with staging slots in pinned host memory or on the same device.
 
 One kernel launch moves a whole chunk, all layers at once, straight between the paged tensors and the slots: a
 value is cut into segments of at most 16 KiB, a work item is one segment of one block, and a fixed, small number of
@@ -41,6 +41,18 @@ FALLBACK_STAGE_BYTES = 16 * 1024 * 1024
 
 _REGISTER_PORTABLE_MAPPED = 3
 """cudaHostRegisterPortable | cudaHostRegisterMapped."""
+
+
+class _DeviceBytes:
+    """A region of the device's memory, as torch takes memory that is not its own. It keeps nothing alive."""
+
+    def __init__(self, region: Region) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (region.length,),
+            "typestr": "|u1",
+            "data": (region.address, False),
+            "version": 3,
+        }
 
 
 class Segments(NamedTuple):
@@ -116,7 +128,9 @@ class CudaMover:
         self._lanes: dict[int, _Lane] = {}
         self._lanes_lock = threading.Lock()
         self._regions: dict[int, Region] = {}
-        self._hosts: dict[int, torch.Tensor] = {}
+        self._starts: dict[int, int] = {}
+        self._slots: dict[int, torch.Tensor] = {}
+        """The same as tensors of bytes, for the path without the kernel."""
         with torch.cuda.device(self._device):
             self._segments = cut_segments(layout, self._device)
             self._kernel = self._make_kernel() if use_kernel else None
@@ -148,13 +162,20 @@ class CudaMover:
         return self._layout.fingerprint
 
     def attach(self, region: Region) -> None:
-        """Pin a host staging region, so that the device reads and writes it directly.
+        """Make a staging region known: pin a host's, so that the device reads and writes it directly; take a GPU's.
 
         Raises:
             EnvironmentFault: CUDA refuses to pin it.
         """
-        if region.kind is not MemoryKind.HOST or region.memory is None:
-            raise EnvironmentFault("only host staging is served in this version; set memkv_scratch_medium to host")
+        if region.kind is MemoryKind.GPU:
+            self._starts[region.id] = region.address
+            self._slots[region.id] = torch.as_tensor(_DeviceBytes(region), device=self._device)
+        else:
+            self._starts[region.id], self._slots[region.id] = self._pin(region)
+        self._regions[region.id] = region
+
+    def _pin(self, region: Region) -> tuple[int, torch.Tensor]:
+        assert region.memory is not None
         with torch.cuda.device(self._device):
             error = torch.cuda.cudart().cudaHostRegister(
                 region.memory.address, region.length, _REGISTER_PORTABLE_MAPPED
@@ -165,8 +186,7 @@ class CudaMover:
                 f"{int(error)}); raise the memlock limit (ulimit -l unlimited; docker run --ulimit memlock=-1) or "
                 "lower memkv_scratch_mb_per_thread"
             )
-        self._regions[region.id] = region
-        self._hosts[region.id] = torch.from_numpy(region.memory.array)
+        return region.memory.address, torch.from_numpy(region.memory.array)
 
     def gather(self, lane: int, blocks: Sequence[SlotRef], after: object | None) -> None:
         """Copy each block's pages into its slot; returns when the bytes are there."""
@@ -177,12 +197,12 @@ class CudaMover:
         self._move(lane, blocks, after, gather=False)
 
     def close(self) -> None:
-        """Wait for all lanes and unpin every region."""
+        """Wait for all lanes and let go of every region; those of the host are unpinned."""
         with torch.cuda.device(self._device):
             for lane in self._lanes.values():
                 lane.stream.synchronize()
             self._lanes.clear()
-            self._hosts.clear()
+            self._slots.clear()
             for region in self._regions.values():
                 if region.memory is not None and not region.memory.closed:
                     torch.cuda.cudart().cudaHostUnregister(region.memory.address)
@@ -203,7 +223,7 @@ class CudaMover:
                     else:
                         for region, members in by_region(blocks):
                             group = [blocks[index] for index in members]
-                            self._copy_by_layer(state, self._hosts[region], group, gather)
+                            self._copy_by_layer(state, self._slots[region], group, gather)
                 finally:
                     # Also after an error: what was launched may still move bytes, and the caller frees the slots.
                     state.done.record(state.stream)
@@ -218,7 +238,7 @@ class CudaMover:
     def _run_kernel(
         self, state: _Lane, kernel: MoveKernel, blocks: Sequence[SlotRef], ids: Ids, offsets: Ids, gather: bool
     ) -> None:
-        starts = np.fromiter((self._address(block.region) for block in blocks), dtype=np.int64, count=len(blocks))
+        starts = np.fromiter((self._starts[block.region] for block in blocks), dtype=np.int64, count=len(blocks))
         addresses = starts + offsets
         for first in range(0, len(ids), self._max_blocks):
             if first:
@@ -228,12 +248,7 @@ class CudaMover:
             plan = state.load_plan(ids[part], addresses[part])
             kernel.launch(plan, len(ids[part]), int(np.bitwise_or.reduce(addresses[part])), gather)
 
-    def _address(self, region: int) -> int:
-        memory = self._regions[region].memory
-        assert memory is not None
-        return memory.address
-
-    def _copy_by_layer(self, state: _Lane, host: torch.Tensor, group: Sequence[SlotRef], gather: bool) -> None:
+    def _copy_by_layer(self, state: _Lane, region: torch.Tensor, group: Sequence[SlotRef], gather: bool) -> None:
         """Without the kernel: select each layer's rows on the device, and one copy per block over the bus."""
         value = self.value_bytes
         rows = max(1, min(self._max_blocks, FALLBACK_STAGE_BYTES // value))
@@ -243,7 +258,7 @@ class CudaMover:
             part = group[first : first + rows]
             ids = torch.tensor([block.block_id for block in part], dtype=torch.int64).to(self._device)
             stage = state.stage[: len(part)]
-            slots = [host[block.offset : block.offset + value].view(torch.int8) for block in part]
+            slots = [region[block.offset : block.offset + value].view(torch.int8) for block in part]
             if gather:
                 self._select(stage, ids)
                 for row, slot in zip(stage, slots, strict=True):
