@@ -29,7 +29,7 @@ from memkv_vllm.protocol.session import Established
 from memkv_vllm.store.arena import ArenaAllocator
 from memkv_vllm.store.eviction import LruPolicy
 from memkv_vllm.store.handler import StoreHandler
-from memkv_vllm.transports.base import Move
+from memkv_vllm.transports.base import Bulk, Move
 from memkv_vllm.transports.memory import HostMemory
 from memkv_vllm.transports.serving import LiveSessions, ServeOptions, serve_control
 from memkv_vllm.transports.streams import ControlStream, SocketStream
@@ -45,6 +45,10 @@ _ROOT = Path(__file__).resolve().parent.parent
 
 class NoBulk:
     """A data path on which every move is done at once, and none is made."""
+
+    async def connect(self, transport: str, token: bytes) -> bytes:
+        """Nothing to bring up."""
+        return b""
 
     async def register(self, region: int, kind: MemoryKind, length: int, token: bytes) -> None:
         """Nothing to map."""
@@ -66,7 +70,7 @@ class NoBulkPeer:
     """A session whose values go nowhere."""
 
     established: Established
-    bulk: NoBulk
+    bulk: Bulk
     label: str
 
     def offered(self, offer: Register, stream: ControlStream) -> None:

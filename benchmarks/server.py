@@ -1,6 +1,7 @@
 """A store in a process of its own: what ``memkv start`` runs, with the benchmark's arena.
 
-As a program: ``python -m benchmarks.server PORT ARENA_BYTES POPULATE TRANSPORT``, the key in hexadecimal on stdin.
+As a program: ``python -m benchmarks.server HOST ARENA_BYTES POPULATE TRANSPORT``, the key in hexadecimal on stdin. Any
+other transport than ``loopback`` and ``tcp`` is the name of an RDMA device, on which it serves verbs.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from memkv_vllm.config import dev_server_config
 from memkv_vllm.store.server import StoreServer
 from memkv_vllm.transports.loopback import LoopbackServerTransport
 from memkv_vllm.transports.tcp import TcpServerTransport
+from memkv_vllm.transports.verbs.datapath import VerbsDataPath
 
 READY = "ready"
 _STOP_S, _POPULATE_S = 10.0, 120.0
@@ -30,7 +32,8 @@ class ServerProcess:
     Args:
         arena_bytes: size of the arena.
         populate: as for ``StoreServer``; the server is ready for use when the arena is populated.
-        transport: ``loopback`` or ``tcp``.
+        transport: ``loopback``, ``tcp``, or the name of an RDMA device.
+        host: where it listens.
 
     Attributes:
         port: where it listens.
@@ -38,8 +41,11 @@ class ServerProcess:
         pid: its process.
     """
 
-    def __init__(self, arena_bytes: int, *, populate: bool = True, transport: str = "loopback") -> None:
+    def __init__(
+        self, arena_bytes: int, *, populate: bool = True, transport: str = "loopback", host: str = "127.0.0.1"
+    ) -> None:
         self.transport = transport
+        self.host = host
         self.key = os.urandom(32)
         self.port = 0
         self.pid = 0
@@ -48,7 +54,7 @@ class ServerProcess:
         self._process: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> ServerProcess:
-        arguments = ["0", str(self._arena_bytes), str(int(self._populate)), self.transport]
+        arguments = [self.host, str(self._arena_bytes), str(int(self._populate)), self.transport]
         self._process = process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.server", *arguments],
             stdin=subprocess.PIPE,
@@ -101,14 +107,15 @@ class ServerProcess:
         return 0
 
 
-async def serve(port: int, arena_bytes: int, populate: bool, transport_name: str, key: bytes) -> None:
+async def serve(host: str, arena_bytes: int, populate: bool, transport_name: str, key: bytes) -> None:
     """Serve until killed; prints the port once clients may come."""
-    config = dev_server_config(key, address=f"127.0.0.1:{port}", max_size=arena_bytes)
+    config = dev_server_config(key, address=f"{host}:0", max_size=arena_bytes)
     transport: LoopbackServerTransport | TcpServerTransport
-    if transport_name == "tcp":
-        transport = TcpServerTransport.from_config(config)
-    else:
+    if transport_name == "loopback":
         transport = LoopbackServerTransport.from_config(config)
+    else:
+        paths = [] if transport_name == "tcp" else [VerbsDataPath([transport_name])]
+        transport = TcpServerTransport.from_config(config, data_paths=paths)
     async with StoreServer(config, [transport], populate=populate):
         print(f"{READY} {transport.port}", flush=True)
         await anyio.sleep_forever()
@@ -116,8 +123,8 @@ async def serve(port: int, arena_bytes: int, populate: bool, transport_name: str
 
 def main(arguments: list[str]) -> None:
     """See the module's text."""
-    port, arena_bytes, populate = (int(text) for text in arguments[:3])
-    anyio.run(serve, port, arena_bytes, bool(populate), arguments[3], bytes.fromhex(sys.stdin.readline()))
+    arena_bytes, populate = (int(text) for text in arguments[1:3])
+    anyio.run(serve, arguments[0], arena_bytes, bool(populate), arguments[3], bytes.fromhex(sys.stdin.readline()))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from types import TracebackType
 
 import anyio
@@ -39,6 +40,7 @@ class TransportDriver:
         server_pid: its process.
         staging: what is put from and got into: registered as region 0.
         transport: as the registry knows it.
+        host: of the server.
         options: of the transport's class.
     """
 
@@ -49,10 +51,12 @@ class TransportDriver:
         server_pid: int,
         staging: HostMemory,
         transport: str = "loopback",
+        *,
+        host: str = "127.0.0.1",
         **options: int,
     ) -> None:
         self._transport = client_transport(transport, **options)
-        self._port = port
+        self._address = (host, port)
         self._credentials = Credentials(key)
         self._server_pid = server_pid
         self._staging = staging
@@ -87,9 +91,7 @@ class TransportDriver:
     async def _live(self) -> None:
         try:
             self._stop = anyio.Event()
-            connection = await self._transport.connect(
-                "127.0.0.1", self._port, self._credentials, PeerKind.ENGINE, _deadline()
-            )
+            connection = await self._transport.connect(*self._address, self._credentials, PeerKind.ENGINE, _deadline())
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(connection.run)
                 await connection.register(Region(0, MemoryKind.HOST, self._staging.length, self._staging), _deadline())
@@ -184,7 +186,8 @@ class _TransportCalls:
         view, algorithm = self._staging.view, ChecksumAlgorithm.XXH3_64_TREE_1M
         pairs = zip(extents, checksums, strict=True)
         return all(
-            verify(view(extent.offset, extent.length), checksum, algorithm) is None for extent, checksum in pairs
+            verify(partial(digest, view(extent.offset, extent.length)), checksum, algorithm) is None
+            for extent, checksum in pairs
         )
 
 

@@ -30,7 +30,8 @@ LAYERS = {
     "transports": 3,
     "engine": 4, "store": 4,
     "integration": 5, "bench": 5,
-    "spec": 6, "cli": 6, "cli_admin": 6, "serve": 6, "demo": 6, "pytest_plugin": 6, "__main__": 6,
+    "spec": 6, "cli": 6, "cli_admin": 6, "cli_doctor": 6, "cli_net": 6, "doctor": 6,
+    "serve": 6, "demo": 6, "pytest_plugin": 6, "__main__": 6,
 }  # fmt: skip
 """Line of the design's drawing that a room stands on. A room imports only from lines beneath its own."""
 
@@ -39,6 +40,10 @@ SIBLINGS = {
     ("__main__", "cli"): "`python -m memkv_vllm` is the command",
     ("cli", "demo"): "`memkv demo` starts it",
     ("cli", "cli_admin"): "`memkv admin`",
+    ("cli", "cli_doctor"): "`memkv doctor`",
+    ("cli", "cli_net"): "`memkv net`",
+    ("cli_doctor", "doctor"): "the command prints what it finds",
+    ("cli_net", "doctor"): "names to addresses within a deadline",
     ("cli", "serve"): "`memkv start`",
 }
 """Imports on one line of the drawing that are allowed, with the reason."""
@@ -56,7 +61,14 @@ ONLY_IN = {
     "pytest": ("memkv_vllm.pytest_plugin",),
     "aiohttp": ("memkv_vllm.store.admin", "memkv_vllm.cli_admin"),
     "prometheus_client": ("memkv_vllm.store.admin",),
-    "click": ("memkv_vllm.cli", "memkv_vllm.cli_admin", "memkv_vllm.bench", "memkv_vllm.demo"),
+    "click": (
+        "memkv_vllm.cli",
+        "memkv_vllm.cli_admin",
+        "memkv_vllm.cli_doctor",
+        "memkv_vllm.cli_net",
+        "memkv_vllm.bench",
+        "memkv_vllm.demo",
+    ),
     "yaml": ("memkv_vllm.config",),
     "pydantic": ("memkv_vllm.config",),
     "jwt": ("memkv_vllm.store.license",),
@@ -67,19 +79,28 @@ ONLY_IN = {
 PURE = {
     "memkv_vllm.errors", "memkv_vllm.keys", "memkv_vllm.types",
     "memkv_vllm.protocol",
-    "memkv_vllm.engine.breaker", "memkv_vllm.engine.inflight", "memkv_vllm.engine.placement",
-    "memkv_vllm.engine.presence", "memkv_vllm.engine.routes", "memkv_vllm.engine.schedule", "memkv_vllm.engine.staging",
-    "memkv_vllm.engine.verify",
+    "memkv_vllm.engine.breaker", "memkv_vllm.engine.inflight", "memkv_vllm.engine.pace",
+    "memkv_vllm.engine.placement", "memkv_vllm.engine.presence", "memkv_vllm.engine.routes",
+    "memkv_vllm.engine.schedule", "memkv_vllm.engine.staging", "memkv_vllm.engine.verify",
     "memkv_vllm.store.admin.access", "memkv_vllm.store.admin.families",
     "memkv_vllm.store.admin.health", "memkv_vllm.store.admin.servers", "memkv_vllm.store.admin.watch",
     "memkv_vllm.store.latency",
-    "memkv_vllm.store.arena", "memkv_vllm.store.bulkqueue", "memkv_vllm.store.entries", "memkv_vllm.store.eviction",
+    "memkv_vllm.store.arena", "memkv_vllm.store.batches", "memkv_vllm.store.bulkqueue", "memkv_vllm.store.entries",
+    "memkv_vllm.store.eviction",
     "memkv_vllm.store.manifests", "memkv_vllm.store.spaces", "memkv_vllm.store.content", "memkv_vllm.store.disk_index",
     "memkv_vllm.store.policies", "memkv_vllm.store.room", "memkv_vllm.store.s3fifo", "memkv_vllm.store.table",
     "memkv_vllm.store.log.format", "memkv_vllm.store.log.handles", "memkv_vllm.store.log.journal",
     "memkv_vllm.store.log.membership", "memkv_vllm.store.log.reclaim", "memkv_vllm.store.log.recovery",
     "memkv_vllm.store.log.segments", "memkv_vllm.store.log.shared",
-    "memkv_vllm.transports.tcp.commands", "memkv_vllm.transports.tcp.pieces",
+    "memkv_vllm.doctor.checks", "memkv_vllm.doctor.devices", "memkv_vllm.doctor.engine", "memkv_vllm.doctor.facts",
+    "memkv_vllm.doctor.findings", "memkv_vllm.doctor.memory", "memkv_vllm.doctor.network",
+    "memkv_vllm.doctor.placement", "memkv_vllm.doctor.servers", "memkv_vllm.doctor.storage",
+    "memkv_vllm.topology.affinity", "memkv_vllm.topology.facts", "memkv_vllm.topology.gids",
+    "memkv_vllm.topology.marking", "memkv_vllm.topology.model", "memkv_vllm.topology.ports",
+    "memkv_vllm.topology.rails",
+    "memkv_vllm.transports.regions", "memkv_vllm.transports.tcp.commands", "memkv_vllm.transports.tcp.pieces",
+    "memkv_vllm.transports.verbs.endpoints", "memkv_vllm.transports.verbs.planning",
+    "memkv_vllm.transports.verbs.sendqueue", "memkv_vllm.transports.verbs.statuses",
 }  # fmt: skip
 """No socket, thread, clock, event loop or file in these (a package name stands for all of it): time is an argument."""
 
@@ -100,8 +121,11 @@ ATTRIBUTES_ALLOWED = {
 ENVIRONMENT_ROOMS = {"config", "demo"}
 """config reads it for everybody; the demo hands it on to the processes that it starts."""
 
-THREADS_ALLOWED = {"memkv_vllm.engine.portal", "memkv_vllm.transports.tcp.links", "memkv_vllm.transports.tcp.mover"}
-"""Loops of their own for as long as their owner lives; work that ends goes to a pool."""
+THREADS_ALLOWED = {
+    "memkv_vllm.doctor.patience", "memkv_vllm.engine.portal", "memkv_vllm.transports.tcp.links",
+    "memkv_vllm.transports.tcp.mover",
+}  # fmt: skip
+"""Loops of their own for as long as their owner lives, calls that may never return. Work that ends uses a pool."""
 DYNAMIC_IMPORT_ALLOWED = {"memkv_vllm.transports.registry"}
 
 MODULE_LINES, MODULE_LINES_LOOK, CLASS_LINES, FUNCTION_LINES = 600, 400, 350, 40
@@ -111,45 +135,55 @@ LONG_CLASSES: dict[str, tuple[int, str]] = {}
 
 ROOMS = {
     "": {
-        "__init__", "__main__", "cli", "cli_admin", "errors", "keys", "observe", "pytest_plugin", "serve", "spec",
-        "topology", "types",
+        "__init__", "__main__", "cli", "cli_admin", "cli_doctor", "cli_net", "errors", "keys", "observe",
+        "pytest_plugin", "serve", "spec", "types",
     },
     "bench": {"__init__", "models", "report", "runner", "workload"},
     "config": {"__init__", "admin", "client", "extra", "fields", "problems", "server", "server_file", "sources"},
+    "doctor": {
+        "__init__", "asking", "checks", "devices", "engine", "facts", "findings", "gathering", "looking", "memory",
+        "network", "patience", "placement", "resolving", "servers", "settings", "storage",
+    },
     "demo": {"__init__", "__main__", "generate", "model", "report", "store", "vllm_process"},
     "engine": {
         "__init__", "api", "breaker", "client", "core", "engine", "generation", "inflight", "lanes", "link", "linklog",
-        "placement", "plan", "portal", "presence", "prober", "routes", "schedule", "slots", "staging", "tasks",
-        "verify",
+        "medium", "pace", "placement", "plan", "portal", "presence", "prober", "routes", "schedule", "slots", "staging",
+        "tasks", "verdict", "verify",
     },
     "integration": {
-        "__init__", "compat", "facts", "gather", "gather_cuda", "gather_kernel", "layout", "manager", "metrics", "tier",
-        "weights", "worker",
+        "__init__", "compat", "cuda_driver", "facts", "gather", "gather_cuda", "gather_kernel", "gpu_staging", "layout",
+        "manager", "metrics", "releases", "scratch", "tier", "weights", "worker",
     },
-    "protocol": {"__init__", "auth", "checksum", "codec", "frame", "messages", "session"},
+    "protocol": {"__init__", "auth", "checksum", "codec", "connect", "columns", "frame", "messages", "session"},
     "store/admin": {
         "__init__", "access", "collector", "commands", "families", "health", "listener", "peers", "routes", "server",
         "servers", "watch",
     },
     "store": {
-        "__init__", "admission", "arena", "bulkqueue", "commands", "content", "disk_index", "entries", "eviction",
-        "fetching", "garbage", "handler", "keyring", "latency", "license", "maintenance", "manifests", "policies",
-        "reloading", "requests", "residency", "room", "s3fifo", "server", "sessions", "spaces", "table", "transfers",
-        "turns",
+        "__init__", "admission", "arena", "batches", "bulkqueue", "commands", "content", "disk_index", "entries",
+        "eviction", "fetching", "garbage", "handler", "keyring", "latency", "license", "maintenance", "manifests",
+        "policies", "reloading", "requests", "residency", "room", "s3fifo", "server", "sessions", "spaces", "table",
+        "transfers", "turns",
     },
     "store/log": {
         "__init__", "api", "drive", "drivelog", "format", "handles", "journal", "journaling", "medium", "membership",
         "opening", "reading", "reclaim", "reclaiming", "recovery", "rolling", "scanning", "segments", "shared",
         "starting", "transfer", "worker",
     },
+    "topology": {"__init__", "affinity", "facts", "gids", "marking", "model", "ports", "rails", "reading"},
     "transports": {
-        "__init__", "answering", "base", "control", "faults", "handshakes", "licensing", "memory", "registry",
-        "serving", "streams", "tcp", "tls",
+        "__init__", "accepting", "answering", "base", "choosing", "control", "faults", "handshakes", "licensing",
+        "memory", "regions", "registry", "serving", "sockets", "streams", "tcp", "tls",
     },
     "transports/loopback": {"__init__", "address", "bulk", "client", "copying", "server"},
     "transports/tcp": {
         "__init__", "attach", "batch", "bulk", "client", "commands", "links", "mover", "pieces", "queue", "server",
-        "sockets",
+    },
+    "transports/verbs": {
+        "__init__", "abi", "active", "bulk", "client", "datapath", "endpoints", "gpu_memory", "injecting",
+        "libibverbs", "opening", "ownership", "passive", "planning", "preflight", "provider", "providers",
+        "pyverbs_provider", "queuepairs", "quiet_pyverbs", "rails", "sendqueue", "statuses", "structs", "symbols",
+        "transfers",
     },
 }  # fmt: skip
 """Every module of the package. A new one is added here and, if it is a new room, to CONTRIBUTING.md."""
@@ -382,7 +416,7 @@ def test_forbidden_calls(module: Module) -> None:
         top = imported.target.split(".")[0]
         if top in FORBIDDEN_IMPORTS:
             problems.append(f"{module.path.name}:{imported.line} imports {top}")
-        if top == "importlib" and module.name not in DYNAMIC_IMPORT_ALLOWED:
+        if top == "importlib" and imported.target != "importlib.metadata" and module.name not in DYNAMIC_IMPORT_ALLOWED:
             problems.append(f"{module.path.name}:{imported.line} imports importlib: names become code in one place")
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in FORBIDDEN_CALLS:

@@ -47,6 +47,7 @@ ALLOWED: dict[MessageType, set[str]] = {
 """Which rights allow a request at all. STAT is for everybody, but what it shows depends on the key."""
 
 ANY_KEY = {
+    MessageType.CONNECT,
     MessageType.REGISTER,
     MessageType.STAT,
     MessageType.PING,
@@ -178,7 +179,7 @@ async def test_statistics_of_others_are_for_the_administrator() -> None:
         for name, client in (("engine", engine), ("tenant", tenant)):
             shown = await client.ask(Stat())
             assert shown.keys() == {"server", "sessions"}
-            assert shown["server"].keys() == {"server_id", "boot_id", "uptime_s"}
+            assert shown["server"].keys() == {"server_id", "boot_id", "uptime_s", "version", "time_s"}
             assert [row["key_id"] for row in shown["sessions"]] == [name]
 
 

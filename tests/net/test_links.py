@@ -14,7 +14,7 @@ import pytest
 
 from memkv_vllm.engine import routes
 from memkv_vllm.engine.client import ClusterSettings
-from memkv_vllm.transports.tcp.sockets import (
+from memkv_vllm.transports.sockets import (
     KEEPALIVE_IDLE_S,
     KEEPALIVE_INTERVAL_S,
     KEEPALIVE_PROBES,

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from memkv_vllm.errors import LocalProtocolError, RemoteProtocolError, StoreError
 from memkv_vllm.protocol import codec
+from memkv_vllm.protocol.columns import GetColumns, PutColumns, pack_get_reply
 from memkv_vllm.protocol.frame import HEADER_BYTES, Flags, Header, MessageType, pack_header, unpack_header
 from memkv_vllm.protocol.messages import (
     MAX_LICENSE_BYTES,
@@ -109,7 +110,7 @@ def test_a_license_is_bounded() -> None:
 
 @given(st.sampled_from([Put, Get, Exists, ReportBad, Delete]), st.integers(1, 65535), st.binary(max_size=64))
 def test_a_batch_of_empty_keys_is_refused(kind: Any, count: int, rest: bytes) -> None:
-    head = count.to_bytes(2, "little") + b"\0" + b"\x01" * (kind._HEAD.size - 3)
+    head = count.to_bytes(2, "little") + b"\0" + b"\x01" * (kind.HEAD.size - 3)
     with pytest.raises(RemoteProtocolError):
         kind.unpack(memoryview(head + rest))
     with pytest.raises(RemoteProtocolError):
@@ -142,6 +143,46 @@ def test_get_replies(get: Get, data: st.DataObject) -> None:
     if body:
         with pytest.raises(RemoteProtocolError):
             get.reply(memoryview(body[:-1]))
+
+
+@given(PUTS)
+def test_a_put_in_columns_is_what_its_items_say(put: Put) -> None:
+    columns = PutColumns.unpack(memoryview(put.pack()))
+    rows = zip(
+        columns.keys, columns.checksums, columns.layouts, columns.regions, columns.offsets, columns.lengths, strict=True
+    )
+    assert [PutItem(key, checksum, layout, Extent(*extent)) for key, checksum, layout, *extent in rows] == put.items
+    assert (columns.algorithm, columns.timeout_ms) == (put.algorithm, put.timeout_ms)
+
+
+@given(GETS)
+def test_a_get_in_columns_is_what_its_items_say(get: Get) -> None:
+    columns = GetColumns.unpack(memoryview(get.pack()))
+    rows = zip(columns.keys, columns.layouts, columns.regions, columns.offsets, columns.lengths, strict=True)
+    assert [GetItem(key, layout, Extent(*extent)) for key, layout, *extent in rows] == get.items
+    assert columns.timeout_ms == get.timeout_ms
+
+
+@pytest.mark.parametrize("count", [0, 1, 63, 64, 65, 128, 200])
+def test_columns_of_any_length_come_in_the_order_of_the_batch(count: int) -> None:
+    items = [PutItem(n.to_bytes(9, "big"), n + 1, n + 2, Extent(n + 3, n + 4, n + 5)) for n in range(count)]
+    columns = PutColumns.unpack(memoryview(Put(items, 1, 2).pack()))
+    assert list(columns.checksums) == [item.checksum for item in items]
+    assert list(columns.keys) == [item.key for item in items]
+    assert list(columns.lengths) == [item.extent.length for item in items]
+    numbers = list(range(count))
+    body = pack_get_reply(bytes(n % 14 for n in numbers), [n % 256 for n in numbers], numbers, numbers)
+    results = [GetResult(Status(n % 14), n % 256, n, n) for n in numbers]
+    assert body == Get.pack_reply(results)
+
+
+@given(st.one_of(PUTS, GETS), st.data())
+def test_columns_that_are_cut_or_longer_are_refused(request_: Put | Get, data: st.DataObject) -> None:
+    kind: Any = PutColumns if isinstance(request_, Put) else GetColumns
+    body = request_.pack()
+    for spoilt in (body[: data.draw(st.integers(0, len(body) - 1))], body + b"\0"):
+        with pytest.raises(RemoteProtocolError):
+            kind.unpack(memoryview(spoilt))
 
 
 def test_an_unknown_status_is_a_failure_never_a_success() -> None:

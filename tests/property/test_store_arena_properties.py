@@ -42,6 +42,29 @@ class ArenaMachine(RuleBasedStateMachine):
         self.cells[start : start + need] = [True] * need
         self.extents[offset] = need
 
+    @rule(length=st.integers(1, 60), count=st.integers(0, 6))
+    def allocate_many(self, length: int, count: int) -> None:
+        """As so many single allocations would."""
+        need = -(-length // self.granule)
+        expected = []
+        for _ in range(count):
+            fitting = [(size, start) for start, size in self.holes() if size >= need]
+            if fitting:
+                start = min(fitting)[1]
+                expected.append(start * self.granule)
+                self.cells[start : start + need] = [True] * need
+        assert self.arena.allocate_many(length, count) == expected
+        self.extents.update(dict.fromkeys(expected, need))
+
+    @precondition(lambda self: self.extents)
+    @rule(data=st.data())
+    def free_many(self, data: st.DataObject) -> None:
+        offsets = data.draw(st.lists(st.sampled_from(sorted(self.extents)), unique=True))
+        for offset in offsets:
+            need, start = self.extents.pop(offset), offset // self.granule
+            self.cells[start : start + need] = [False] * need
+        self.arena.free_many(offsets)
+
     @precondition(lambda self: self.extents)
     @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:

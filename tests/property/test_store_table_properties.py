@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from memkv_vllm.store.arena import ArenaAllocator
+from memkv_vllm.store.batches import NewValues
 from memkv_vllm.store.disk_index import FetchOutcome
 from memkv_vllm.store.entries import RESIDENT, EntryState
 from memkv_vllm.store.log.api import Location, Record, RecoveredValue
@@ -119,6 +120,65 @@ class TableMachine(RuleBasedStateMachine):
             transfer = Transfer(key, result.generation, result.offset, length)
             self.model.reserved[result.generation] = transfer
             self.layouts[result.generation] = layout
+
+    @rule(
+        chosen=st.lists(keys, max_size=5),
+        alike=st.booleans(),
+        lengths=st.lists(st.integers(1, 24), min_size=5, max_size=5),
+        ends=st.lists(st.sampled_from(["commit", "abort", "goes on"]), min_size=5, max_size=5),
+    )
+    def put_batch(self, chosen: list[bytes], alike: bool, lengths: list[int], ends: list[str]) -> None:
+        """A whole PUT: reserved together, ended in any way, a part of it later."""
+        lengths = [lengths[0] if alike else length for length in lengths][: len(chosen)]
+        existed = {key for key in chosen if self.existing(key)}
+        pending = {key for key in chosen if self.pending(key)}
+        zeros = [0] * len(chosen)
+        values = NewValues(chosen, lengths, [11] * len(chosen), zeros, 1, "b")
+        statuses, reserved = self.table.batches.reserve(values, 0.0)
+        for at, (key, length, status) in enumerate(zip(chosen, lengths, statuses, strict=True)):
+            if key in existed:
+                # Another of the batch may have been what it was evicted for, if the batch came one by one.
+                assert status in (Status.EXISTS, Status.OK, Status.NO_SPACE, Status.PENDING)
+            elif key in pending or (key in chosen[:at] and status == Status.PENDING):
+                assert status == Status.PENDING
+            elif length > self.quota:
+                assert status == Status.TOO_LARGE
+            else:
+                assert status in (Status.OK, Status.NO_SPACE) or key in chosen[:at]
+            assert (at in reserved) is (status == Status.OK)
+        for entry in reserved.values():
+            assert entry.generation not in self.model.generations
+            self.model.generations.add(entry.generation)
+            self.model.reserved[entry.generation] = Transfer(entry.key, entry.generation, entry.offset, entry.length)
+            self.layouts[entry.generation] = 0
+        for how in ("commit", "abort"):
+            entries = [entry for entry, end in zip(reserved.values(), ends, strict=False) if end == how]
+            for entry in entries:
+                self.fill(self.model.reserved.pop(entry.generation))
+            if how == "abort":
+                self.table.batches.abort(entries)
+            else:
+                assert self.table.batches.commit(entries) == [True] * len(entries)
+                for entry in entries:
+                    self.model.values[entry.key] = (entry.generation, entry.length, 0)
+
+    @rule(chosen=st.lists(keys, max_size=5))
+    def get_batch(self, chosen: list[bytes]) -> None:
+        """A whole GET of what the model knows: pinned together, read, and given back together."""
+        held = [self.model.values.get(key, (0, 1, 0)) for key in chosen]
+        lengths, layouts = [length for _, length, _ in held], [layout for _, _, layout in held]
+        existed = [self.table._find(key) for key in chosen]
+        statuses, found = self.table.batches.pin(chosen, lengths, layouts, 0.0)
+        for before, status, entry in zip(existed, statuses, found, strict=True):
+            assert entry is before
+            if entry is None:
+                assert status == Status.ABSENT
+            else:
+                assert status == (Status.OK if entry.state in RESIDENT else Status.PENDING)
+        pinned = [entry for entry, status in zip(found, statuses, strict=True) if entry and status == Status.OK]
+        for entry in pinned:
+            self.check_bytes(Transfer(entry.key, entry.generation, entry.offset, entry.length))
+        self.table.batches.unpin(pinned)
 
     def in_use(self) -> list[Transfer]:
         model = self.model
@@ -269,7 +329,7 @@ class TableMachine(RuleBasedStateMachine):
         location = Location(0, 0, 0, self.model.locations)
         entries = self.table.statistics().entries
         before = self.table.entries_made
-        self.table._reclaim_older(key)
+        self.table.batches._reclaim_older([key])
         self.table.disk.recover([RecoveredValue(Record(key, length, 11, 1, 0), location)], 0.0)
         generation = self.table.entries_made
         self.model.disk[location] = (key, generation, length)
@@ -434,7 +494,7 @@ class TableMachine(RuleBasedStateMachine):
         stats = self.table.statistics()
         assert stats[:6] == (0, 0, 0, 0, 0, 0)
         assert (stats.on_disk, stats.records, stats.disk_bytes) == (0, 0, 0)
-        assert (len(self.policy), self.table._spaces, self.table._owned) == (0, {}, {})
+        assert (len(self.policy), self.table._spaces) == (0, {})
         assert (self.table._content.in_use, self.table._content.in_use_bytes) == ({}, 0)
 
 

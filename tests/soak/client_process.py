@@ -147,7 +147,8 @@ def begin() -> tuple[Orders, Findings]:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s", level=logging.INFO, stream=sys.stderr)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     findings = Findings()
-    signal.signal(signal.SIGTERM, lambda *_: findings.ending.set())
+    # From a thread: the main one may hold the event's own lock when the signal comes, and would wait for itself.
+    signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=findings.ending.set).start())
     threading.Thread(target=_beat, args=(findings,), daemon=True, name="heartbeat").start()
     return Orders.read(sys.argv[1]), findings
 

@@ -32,11 +32,13 @@ class Options:
     Attributes:
         seed: of everything that is decided by chance.
         duration_s: length of the load in seconds.
-        transport: ``loopback`` or ``tcp``.
+        transport: ``loopback``, ``tcp`` or ``verbs``.
         modes: ``storage.mode`` of each server.
         spoil: see ``tests.soak.spoilt_server``; None for the product as it is.
         rest_s: how long a server may take to come to rest after its last client.
         clients: names of those of :data:`CLIENTS` that take part.
+        host: the address of the servers.
+        devices: RDMA devices of the servers and of the clients, for verbs.
     """
 
     seed: int
@@ -46,6 +48,8 @@ class Options:
     spoil: str | None = None
     rest_s: float = 30.0
     clients: Sequence[str] = ("ledger-a", "ledger-b", "rank-a", "rank-b", "rank-c")
+    host: str = "127.0.0.1"
+    devices: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -81,25 +85,27 @@ def make_servers(options: Options, folder: Path) -> list[ServerActor]:
     key.touch(mode=0o600)
     key.write_text(random.Random(os.urandom(16)).randbytes(32).hex() + "\n", encoding="ascii")
     servers = []
-    for number, (mode, port) in enumerate(zip(options.modes, _free_ports(len(options.modes)), strict=True)):
+    for number, (mode, port) in enumerate(zip(options.modes, _free_ports(options), strict=True)):
         name = f"{mode}-{number}"
         medium = None if mode == "memory" else folder / f"{name}.disk"
         if medium is not None and mode == "direct":
             _preallocate(medium)
         config = folder / f"{name}.yaml"
-        config.write_text(yaml.safe_dump(_settings(mode, port, key, medium)), encoding="utf-8")
+        config.write_text(yaml.safe_dump(_settings(options, mode, port, key, medium)), encoding="utf-8")
         module = () if options.spoil is None else ("tests.soak.spoilt_server", options.spoil)
         servers.append(ServerActor(name, folder, config=config, medium=medium, module=module))
     return servers
 
 
-def _settings(mode: str, port: int, key: Path, medium: Path | None) -> dict[str, Any]:
+def _settings(options: Options, mode: str, port: int, key: Path, medium: Path | None) -> dict[str, Any]:
     settings: dict[str, Any] = {
-        "network": {"address": f"127.0.0.1:{port}", "auth_key_file": str(key)},
+        "network": {"address": f"{options.host}:{port}", "auth_key_file": str(key)},
         "memory": {"max_size": ARENA_BYTES, "hugepages": "off"},
         "storage": {"mode": mode},
         "limits": {"transfer_timeout_s": 10},
     }
+    if options.devices is not None:
+        settings["rdma"] = {"devices": [options.devices[0]]}
     if medium is not None:
         settings["storage"] |= {
             "drives": [{"media": str(medium), "max_size": DRIVE_BYTES}],
@@ -114,23 +120,23 @@ def _preallocate(medium: Path) -> None:
         os.posix_fallocate(file.fileno(), 0, DRIVE_BYTES)
 
 
-def _free_ports(count: int) -> list[int]:
-    """Ports that nobody uses, each with its neighbour (admin HTTP), below those that the kernel gives to clients."""
+def _free_ports(options: Options) -> list[int]:
+    """A port for each server: nobody uses it and its neighbour (admin HTTP); below those that the kernel gives away."""
     found: list[int] = []
     candidates = list(range(20_000, 32_000, 2))
     random.Random(os.urandom(8)).shuffle(candidates)
     for port in candidates:
-        if all(_is_free(port + step) for step in (0, 1)):
+        if all(_is_free(options.host, port + step) for step in (0, 1)):
             found.append(port)
-        if len(found) == count:
+        if len(found) == len(options.modes):
             return found
     raise RuntimeError("no free ports between 20000 and 32000")
 
 
-def _is_free(port: int) -> bool:
+def _is_free(host: str, port: int) -> bool:
     with socket.socket() as probe:
         try:
-            probe.bind(("127.0.0.1", port))
+            probe.bind((host, port))
         except OSError:
             return False
         return True
@@ -145,13 +151,14 @@ def environ_of(options: Options, servers: Sequence[ServerActor], folder: Path) -
         "MEMKV_TRANSPORT": options.transport,
         "MEMKV_CONNECT_TIMEOUT_S": "3",
         "MEMKV_OP_TIMEOUT_S": "8",
+        **({} if options.devices is None else {"MEMKV_RDMA_DEVICES": options.devices[1]}),
     }
 
 
 def make_clients(options: Options, servers: Sequence[ServerActor], folder: Path) -> list[ClientActor]:
     """The clients, not started."""
     environ = environ_of(options, servers, folder)
-    mode = "direct" if options.transport == "loopback" else "tier"
+    mode = "tier" if options.transport == "tcp" else "direct"
 
     def orders_of(plan: ClientPlan) -> Any:
         def orders(life: int) -> Orders:

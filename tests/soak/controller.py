@@ -86,7 +86,9 @@ class _Soak:
         self._started = self._sampled = 0.0
         self._broken = False
         environ = cluster.environ_of(options, servers, folder)
-        self._auditor = Auditor(load_client_config(environ), options.transport)
+        self._auditor = Auditor(
+            load_client_config(environ), "tcp" if options.transport == "verbs" else options.transport
+        )
         self.report = Report(options, folder, [event.line() for event in plan])
 
     def run(self) -> None:

@@ -18,6 +18,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from memkv_vllm.config import ClientConfig, load_client_config
+from memkv_vllm.engine.client import ClusterSettings
 from memkv_vllm.errors import FenceTimeout, MemkvError, StoreError
 from memkv_vllm.protocol.auth import Credentials
 from memkv_vllm.protocol.checksum import ChecksumAlgorithm, digest
@@ -25,7 +26,6 @@ from memkv_vllm.protocol.messages import Admin, BadValue, Delete, Exists, Get, G
 from memkv_vllm.protocol.session import PeerKind
 from memkv_vllm.transports.base import ClientConnection, ClientTransport, Region
 from memkv_vllm.transports.memory import HostMemory
-from memkv_vllm.transports.registry import client_transport
 from memkv_vllm.types import Deadline, Extent, MemoryKind, Status
 from tests.soak.client_process import Findings, Journal, begin
 from tests.soak.content import MAX_BYTES, content, first_difference, length_of
@@ -313,7 +313,8 @@ async def main() -> None:
     """Run until SIGTERM."""
     orders, findings = begin()
     config = load_client_config(orders.environ)
-    transport = client_transport(config.transport_for("direct" if orders.mode == "direct" else "tier").value)
+    settings = ClusterSettings.from_config(config, "direct" if orders.mode == "direct" else "tier")
+    transport = settings.transports(PeerKind.ENGINE).get(settings.transport)
     journal = Journal(orders.journal)
     async with anyio.create_task_group() as tasks:
         for server in config.servers:

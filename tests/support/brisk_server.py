@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 
 from memkv_vllm.cli import main
-from memkv_vllm.transports.tcp import sockets
+from memkv_vllm.transports import sockets
 
 SOONER = 6
 

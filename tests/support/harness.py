@@ -17,21 +17,25 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import anyio
+import pytest
 
 from memkv_vllm.errors import MemkvError
 from memkv_vllm.protocol.auth import Credentials
 from memkv_vllm.protocol.frame import HEADER_BYTES, MAC_BYTES, unpack_header
 from memkv_vllm.protocol.messages import Get, GetItem, Put, PutItem
 from memkv_vllm.protocol.session import PeerKind
-from memkv_vllm.transports.base import ClientConnection, ClientTransport, Region, ServerTransport
+from memkv_vllm.transports.base import ClientConnection, ClientTransport, DataPath, Region, ServerTransport
 from memkv_vllm.transports.faults import FaultPlan
 from memkv_vllm.transports.loopback import LoopbackClientTransport, LoopbackServerTransport
 from memkv_vllm.transports.loopback.address import socket_address
 from memkv_vllm.transports.memory import HostMemory
 from memkv_vllm.transports.streams import SocketStream
 from memkv_vllm.transports.tcp import TcpClientTransport, TcpServerTransport
+from memkv_vllm.transports.verbs.client import VerbsClientTransport
+from memkv_vllm.transports.verbs.datapath import VerbsDataPath
 from memkv_vllm.types import Extent, MemoryKind, Status
 from tests.support.scripted import KEY, ScriptedHandler, key_at, soon
+from tests.support.verbs_host import shared_host
 
 MIB = 1 << 20
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,10 +47,14 @@ class TransportFactory(Protocol):
     """What a transport brings to take part in the contract suite: both ends, and raw sockets to misuse them."""
 
     name: str
+    address: str
+    """Where servers listen."""
     fence_needs_peer: bool
     """A client's fence waits for the server's answer or death (loopback); else it is local (tcp, verbs)."""
     maps_regions: bool
     """The server maps a client's regions into its own process (loopback)."""
+    between_processes: bool
+    """Server and client may be different processes; else tests that need that say why they are skipped."""
 
     def server(self, faults: FaultPlan | None = None, **options: Any) -> ServerTransport: ...
 
@@ -65,8 +73,10 @@ class LoopbackFactory:
     """The loopback transport."""
 
     name = "loopback"
+    address = "127.0.0.1"
     fence_needs_peer = True
     maps_regions = True
+    between_processes = True
 
     def server(self, faults: FaultPlan | None = None, **options: Any) -> ServerTransport:
         return LoopbackServerTransport(0, faults=faults, **options)
@@ -91,8 +101,10 @@ class TcpFactory:
     """The tcp transport."""
 
     name = "tcp"
+    address = "127.0.0.1"
     fence_needs_peer = False
     maps_regions = False
+    between_processes = True
 
     def server(self, faults: FaultPlan | None = None, **options: Any) -> ServerTransport:
         return TcpServerTransport("127.0.0.1", 0, faults=faults, **options)
@@ -107,6 +119,46 @@ class TcpFactory:
         listener = socket.create_server(("127.0.0.1", 0), backlog=64)
         listener.setblocking(False)
         return listener, listener.getsockname()
+
+
+class VerbsFactory(TcpFactory):
+    """The verbs transport, over one NIC of this host."""
+
+    name = "verbs"
+    address = "10.77.0.1"
+    device = "rxe0"
+    """Of the machine that ``scripts/test-rdma`` boots."""
+
+    def server(self, faults: FaultPlan | None = None, **options: Any) -> ServerTransport:
+        bounds = {name: options[name] for name in ("max_regions", "max_region_bytes") if name in options}
+        path = self.data_path(faults=faults, **bounds)
+        return TcpServerTransport(self.address, 0, faults=faults, data_paths=[path], **options)
+
+    def data_path(self, **options: Any) -> DataPath:
+        """What the server's sessions choose."""
+        return VerbsDataPath([self.device], **options)
+
+    def client(self) -> ClientTransport:
+        return VerbsClientTransport([self.device])
+
+    def raw_listener(self) -> tuple[socket.socket, Address]:
+        listener = socket.create_server((self.address, 0), backlog=64)
+        listener.setblocking(False)
+        return listener, listener.getsockname()
+
+
+class FakeVerbsFactory(VerbsFactory):
+    """The same over a NIC that is not there, on any machine."""
+
+    name = "verbs-fake"
+    address = "127.0.0.1"
+    between_processes = False
+
+    def data_path(self, **options: Any) -> DataPath:
+        return shared_host().data_path(**options)
+
+    def client(self) -> ClientTransport:
+        return shared_host().client()
 
 
 @dataclass
@@ -260,18 +312,24 @@ class ServerProcess:
 @contextmanager
 def server_process(transport: str, **options: Any) -> Iterator[ServerProcess]:
     """Start ``tests/support/server_process.py``; killed on exit. ``options``: see there."""
+    if not FACTORIES[transport].between_processes:
+        pytest.skip(f"{transport} reaches no other process; over soft-RoCE this test runs in make test-rdma")
     command = [sys.executable, "-m", "tests.support.server_process", transport, json.dumps(options)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
         line = process.stdout.readline()
         assert line, "the server process ended at once"
-        yield ServerProcess(process, ("127.0.0.1", int(line)))
+        yield ServerProcess(process, (FACTORIES[transport].address, int(line)))
     finally:
         process.kill()
         process.wait()
         process.stdout.close()
 
 
-FACTORIES: dict[str, TransportFactory] = {"loopback": LoopbackFactory(), "tcp": TcpFactory()}
-"""Every transport that takes part in the contract suite."""
+FACTORIES: dict[str, TransportFactory] = {
+    factory.name: factory for factory in (LoopbackFactory(), TcpFactory(), FakeVerbsFactory())
+}
+"""Every transport that takes part in the contract suite; over a real device where this machine has one."""
+if Path("/sys/class/infiniband", VerbsFactory.device).exists():
+    FACTORIES[VerbsFactory.name] = VerbsFactory()

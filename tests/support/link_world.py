@@ -62,6 +62,10 @@ class FakeConnection:
     def alive(self) -> bool:
         return not self.ended.is_set()
 
+    @property
+    def expected_bytes_per_s(self) -> float | None:
+        return self.world.expected_bytes_per_s
+
     async def run(self) -> None:
         await self.ended.wait()
         if self.failure is not None:
@@ -139,9 +143,11 @@ class World:
     tried: list[str] = field(default_factory=list)
     """Hosts of all attempts to connect."""
     server_ids: dict[str, bytes] = field(default_factory=dict)
+    expected_bytes_per_s: float | None = None
+    ranks: int = 1
 
     def __post_init__(self) -> None:
-        settings = LinkSettings(Credentials(bytes(32)), PeerKind.ENGINE, 5.0, 5.0)
+        settings = LinkSettings(Credentials(bytes(32)), PeerKind.ENGINE, 5.0, 5.0, self.ranks)
         self.link = ServerLink(
             "a",
             routes_of(ServerAddress("a", tuple(RailAddress(host, 1) for host in self.rails)), ["fake"], self.preferred),

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from memkv_vllm.config import RailAddress, ServerAddress
-from memkv_vllm.engine.api import BlockRef, EngineStatistics, JobResult
+from memkv_vllm.engine.api import BlockRef, EngineStatistics, JobResult, StagingMedium
 from memkv_vllm.engine.client import ClusterSettings
 from memkv_vllm.engine.core import EngineSettings
 from memkv_vllm.engine.engine import TransferEngine
@@ -267,6 +267,7 @@ def rank(
     verify: VerifyMode = VerifyMode.FULL,
     max_store_backlog_bytes: int = 1 << 30,
     mover: ArrayMover | None = None,
+    medium: StagingMedium | None = None,
     seed: int = 0,
     shard: int = 0,
 ) -> Iterator[Rank]:
@@ -280,6 +281,7 @@ def rank(
         shard=shard,
         settings=EngineSettings(wait_timeout_s, verify, max_store_backlog_bytes),
         name=f"rank{shard}",
+        medium=medium,
     )
     engine.start()
     try:

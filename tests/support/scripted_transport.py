@@ -88,6 +88,7 @@ class Script:
     registers: Gate = field(default_factory=Gate)
     fences: dict[int, Gate] = field(default_factory=dict)
     """By number of the connection, from 1; those without a gate are fenced at once."""
+    expected_bytes_per_s: float | None = None
     fails_at_close: bool = True
     """Requests under way fail when their connection is closed; else only when their hook does."""
     limits: Limits = LIMITS
@@ -139,6 +140,10 @@ class ScriptedConnection:
     @property
     def alive(self) -> bool:
         return not self.closed.is_set()
+
+    @property
+    def expected_bytes_per_s(self) -> float | None:
+        return self.script.expected_bytes_per_s
 
     async def run(self) -> None:
         await self.closed.wait()
@@ -241,7 +246,11 @@ class ScriptedTransport:
     """See ``memkv_vllm.transports.base.ClientTransport``."""
 
     name: ClassVar[str] = "scripted"
+    connection: ClassVar[type[ScriptedConnection]] = ScriptedConnection
     capabilities: ClassVar[Capabilities] = Capabilities(one_sided=True, gpu_memory=False, same_host=True)
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
 
     async def connect(
         self, host: str, port: int, credentials: Credentials, kind: PeerKind, deadline: Deadline
@@ -250,7 +259,7 @@ class ScriptedTransport:
         await anyio.lowlevel.checkpoint()
         if not (script.accepts_verbs if self.name == "verbs" else script.accepts).is_open:
             raise ConnectError(f"no server there over {self.name}")
-        script.connections.append(ScriptedConnection(script, len(script.connections) + 1, self.name))
+        script.connections.append(self.connection(script, len(script.connections) + 1, self.name))
         return script.connections[-1]
 
     async def aclose(self) -> None:
@@ -261,9 +270,6 @@ class ScriptedTcp(ScriptedTransport):
     """What a test puts in the place of ``tcp``."""
 
     name: ClassVar[str] = "tcp"
-
-    def __init__(self, **options: Any) -> None:
-        self.options = options
 
 
 class ScriptedVerbs(ScriptedTransport):

@@ -14,10 +14,10 @@ from memkv_vllm.protocol.auth import Credentials
 from memkv_vllm.protocol.messages import Put, PutItem, Register
 from memkv_vllm.protocol.session import PeerKind
 from memkv_vllm.transports.control import ControlChannel
+from memkv_vllm.transports.sockets import dial
 from memkv_vllm.transports.streams import SocketStream
 from memkv_vllm.transports.tcp.attach import attach
 from memkv_vllm.transports.tcp.commands import FIRST_BYTES, CommandOpener, CommandSealer, Kind
-from memkv_vllm.transports.tcp.sockets import dial
 from memkv_vllm.types import Extent, MemoryKind, Status
 from tests.support.harness import Address, drive
 from tests.support.scripted import KEY, key_at, soon

@@ -266,6 +266,26 @@ async def test_requests_begin_in_order_even_where_some_need_no_task() -> None:
         assert sorted(ids(replies)) == [1, 2, 3, 4]
 
 
+async def test_a_task_that_has_answered_takes_the_next_request() -> None:
+    async with served() as it:
+        tasks: list[int] = []
+
+        async def note(type: MessageType) -> None:
+            tasks.append(anyio.get_current_task().id)
+            await checkpoint()
+
+        it.handler.on_request = note
+        for _ in range(3):
+            await it.send(PING)
+            await it.replies(1)
+        await it.send(PING, PING)
+        await it.replies(2)
+        await it.send(PING, PING)
+        await it.replies(2)
+    assert len(tasks) == 7
+    assert len(set(tasks)) == 2, "as many as were needed at once"
+
+
 async def test_refusals_faults_and_limits_are_answered_at_once_too() -> None:
     async with served() as it:
 

@@ -329,14 +329,15 @@ def test_every_storage_mode_is_supported(load: Callable[..., ServerConfig], mode
     assert load({"storage": {"mode": mode, "drives": drives}}).storage.mode == mode
 
 
-def test_what_is_not_in_this_version_is_refused(load: Callable[..., ServerConfig]) -> None:
-    part = {"rdma": {"devices": ["mlx5_0"]}}
+def test_a_knob_of_rdma_without_devices_is_refused(load: Callable[..., ServerConfig]) -> None:
+    part = {"rdma": {"service_level": 3}}
     config = ServerConfig.model_validate(merged(part))
-    with pytest.raises(ConfigError, match="rdma.devices: not in this version yet"):
+    with pytest.raises(ConfigError, match="rdma.service_level: has no effect without rdma.devices"):
         config.validate_supported()
-    with pytest.raises(ConfigError, match="not in this version yet"):
+    with pytest.raises(ConfigError, match="has no effect"):
         load(part)
     ServerConfig.model_validate(merged()).validate_supported()
+    assert load({"rdma": {"devices": ["mlx5_0"], "service_level": 3}}).rdma.service_level == 3
 
 
 def test_the_key_is_shown_nowhere(load: Callable[..., ServerConfig]) -> None:

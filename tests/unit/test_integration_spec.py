@@ -87,6 +87,19 @@ def test_tcp_is_refused_in_direct_mode(monkeypatch: pytest.MonkeyPatch) -> None:
         build(offloading_config())
 
 
+def test_direct_mode_without_a_nic_is_refused_and_said_on_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """P072, P073: verbs is what direct mode runs; nothing else is used in its place, and vLLM ends with the reason."""
+    monkeypatch.delenv("MEMKV_TRANSPORT")
+    monkeypatch.setenv("MEMKV_RDMA_DEVICES", "mlx5_77")
+    spec = build(offloading_config(rank=1, memkv_scratch_mb_per_thread=1))
+    with pytest.raises(EnvironmentFault) as caught:
+        spec.get_worker(kv_caches())
+    (line,) = [record.getMessage() for record in caplog.records if "event=start_refused" in record.getMessage()]
+    assert "rank=1" in line and str(caught.value) in line and "\n" not in line
+
+
 def test_several_groups_are_refused_on_both_sides() -> None:
     with pytest.raises(GeometryError, match="2 KV cache groups"):
         build(offloading_config(groups=2))
@@ -113,7 +126,7 @@ def test_gpu_staging_is_refused_where_the_transport_cannot() -> None:
 
 def test_auto_staging_says_what_it_chose(caplog: pytest.LogCaptureFixture) -> None:
     spec = build(offloading_config(memkv_scratch_medium="auto", memkv_scratch_mb_per_thread=1))
-    with caplog.at_level(logging.INFO, "memkv.integration.spec"):
+    with caplog.at_level(logging.INFO, "memkv.integration"):
         worker = spec.get_worker(kv_caches())
     worker.shutdown()
     assert "wanted=auto chosen=host: transport loopback cannot reach GPU memory" in caplog.text

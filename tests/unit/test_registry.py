@@ -58,11 +58,23 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
         client_transports("rdma")
 
 
-def test_a_named_transport_that_is_not_there_refuses_at_once_and_is_not_replaced() -> None:
+def test_a_named_transport_that_cannot_run_refuses_at_once_and_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Direct mode without verbs must not start, and never turns to another."""
+
+    def no_nic(**options: Any) -> Fake:
+        raise EnvironmentFault("no RDMA device")
+
+    monkeypatch.setattr(sys.modules[__name__], "Verbs", no_nic)
+    monkeypatch.setitem(registry._CLIENTS, "verbs", (__name__, "Verbs"))
     for make in (client_transport, client_transports):
-        with pytest.raises(EnvironmentFault, match="'verbs' is not part of this version"):
+        with pytest.raises(EnvironmentFault, match="no RDMA device"):
             make("verbs")
+
+
+def test_a_module_that_is_not_part_of_this_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry._CLIENTS, "verbs", ("memkv_vllm.transports.later", "X"))
+    with pytest.raises(EnvironmentFault, match="'verbs' is not part of this version"):
+        client_transport("verbs")
 
 
 def test_a_transport_whose_library_is_missing_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,10 +109,39 @@ def test_the_number_of_connections_reaches_tcp_and_nothing_else(transport: str) 
     client = ClusterClient(cluster, cluster.transports(), PeerKind.TOOL)
     assert client._transports.get("tcp").options["num_connections"] == 9  # type: ignore[attr-defined]
     if transport == "auto":
-        assert client._transports.get("verbs").options == {}  # type: ignore[attr-defined]
+        assert "num_connections" not in client._transports.get("verbs").options  # type: ignore[attr-defined]
 
 
-def test_auto_without_verbs_says_so_once_for_all_servers(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.usefixtures("fakes")
+def test_what_reaches_verbs() -> None:
+    cluster = settings(
+        "verbs", rdma_devices=("mlx5_1",), gid_index=3, traffic_class=104, service_level=1, mtu=4096, tls=True
+    ).on_rail(5, 8, "0000:17:00.0")
+    made = cluster.transports(PeerKind.ENGINE, 512).get("verbs")
+    assert made.options == {  # type: ignore[attr-defined]
+        "devices": ("mlx5_1",), "gid_index": 3, "traffic_class": 104, "service_level": 1, "mtu": 4096,
+        "rank": 5, "num_ranks": 8, "gpu": "0000:17:00.0", "data_path": True, "staging_bytes": 512,
+        "servers": [("s", ("10.0.0.1",))], "tls": True, "tls_ca": None, "tls_server_name": None,
+    }  # fmt: skip
+
+
+@pytest.mark.usefixtures("fakes")
+def test_only_an_engine_needs_a_nic() -> None:
+    for kind in PeerKind:
+        made = settings("verbs").transports(kind).get("verbs")
+        assert made.options["data_path"] is (kind is PeerKind.ENGINE)  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("fakes")
+def test_under_auto_a_server_on_no_rail_rules_verbs_out_for_nobody_else() -> None:
+    made = settings("auto").transports(PeerKind.ENGINE).get("verbs")
+    assert made.options["servers"] == []  # type: ignore[attr-defined]
+
+
+def test_auto_without_verbs_says_so_once_for_all_servers(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(registry._CLIENTS, "verbs", ("memkv_vllm.transports.later", "X"))
     transports = client_transports("auto")
     for _ in range(20):
         with pytest.raises(EnvironmentFault):

@@ -34,6 +34,8 @@ def test_double_free_and_unknown_offset_raise() -> None:
     arena.free(offset)
     with pytest.raises(LocalProtocolError, match="double free"):
         arena.free(offset)
+    with pytest.raises(LocalProtocolError, match="double free"):
+        arena.free_many([offset])
 
 
 @pytest.mark.parametrize("length", [0, -1])

@@ -30,6 +30,16 @@ def filled(make: Callable[[], EvictionPolicy], *keys: bytes) -> EvictionPolicy:
 
 
 @every_policy
+def test_many_keys_at_once_are_as_each_on_its_own(make: Callable[[], EvictionPolicy]) -> None:
+    keys = [bytes([n]) for n in range(20)]
+    once = make()
+    once.added_many(keys)
+    assert list(once.victims()) == list(filled(make, *keys).victims())
+    with pytest.raises(LocalProtocolError, match="twice"):
+        once.added_many([b"new", keys[0]])
+
+
+@every_policy
 def test_many_uses_at_once_are_as_each_on_its_own(make: Callable[[], EvictionPolicy]) -> None:
     keys = [bytes([n]) for n in range(20)]
     used = [keys[n * n % 20] for n in range(50, 0, -1)]

@@ -104,6 +104,15 @@ async def test_each_item_of_a_get_has_its_own_status(rig: Rig) -> None:
     assert other == GetResult(Status.BAD_LAYOUT, 0, 0, results[0].generation)
 
 
+async def test_a_push_that_failed_tells_nothing_of_the_value(rig: Rig) -> None:
+    peer = await rig.connect()
+    await rig.put(peer, {make_key(1): value(1), make_key(2): value(2)})
+    peer.bulk.hook = answering(Status.OK, Status.FAILED)
+    right, failed = await rig.get(peer, [make_key(1), make_key(2)])
+    assert right.status is Status.OK and right.generation
+    assert failed == GetResult(Status.FAILED, 0, 0, 0)
+
+
 async def test_a_present_key_moves_nothing(rig: Rig) -> None:
     peer = await rig.connect()
     await rig.put(peer, {make_key(1): value(1)})
@@ -299,6 +308,35 @@ async def test_a_move_that_fails_while_a_fence_is_on_its_way_is_settled_behind_i
             used.append(rig.used)
             fenced.set()
         assert (used, rig.used) == ([2 * VALUE], 0)
+
+
+async def test_a_get_that_fails_while_a_fence_is_on_its_way_may_still_write(rig: Rig) -> None:
+    """P039: what was sent may land in the client's memory after the server's fence: it answers TIMEOUT, not FAILED."""
+    writer, reader = await rig.connect(), await rig.connect()
+    await rig.put(writer, {make_key(1): value(1), make_key(2): value(2)})
+    fencing = anyio.Event()
+
+    async def hook(what: str, moves: Sequence[Move]) -> list[Status]:
+        if len(reader.bulk.calls) == 1:
+            return [Status.TIMEOUT]
+        await fencing.wait()
+        return [Status.FAILED]
+
+    async def fence() -> None:
+        fencing.set()
+        await anyio.lowlevel.checkpoint()
+
+    reader.bulk.hook = hook
+    reader.bulk.fence = fence  # type: ignore[method-assign]
+    statuses: list[Status] = []
+
+    async def get(number: int) -> None:
+        statuses.append((await rig.get(reader, [make_key(number)]))[0].status)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(get, 1)
+        tasks.start_soon(get, 2)
+    assert statuses == [Status.TIMEOUT, Status.TIMEOUT]
 
 
 async def test_a_fenced_session_is_cut_when_it_asks_to_move_values_again(rig: Rig) -> None:

@@ -26,11 +26,11 @@ from memkv_vllm.errors import (
 from memkv_vllm.protocol.auth import Credentials
 from memkv_vllm.protocol.messages import Attach, Ping
 from memkv_vllm.protocol.session import Limits, PeerKind, Session, State
+from memkv_vllm.transports import sockets as tcp_sockets
 from memkv_vllm.transports.base import Move, Region
 from memkv_vllm.transports.memory import HostMemory
 from memkv_vllm.transports.streams import send_all
 from memkv_vllm.transports.tcp import TcpClientTransport, TcpServerTransport
-from memkv_vllm.transports.tcp import sockets as tcp_sockets
 from memkv_vllm.transports.tcp.commands import Kind
 from memkv_vllm.transports.tcp.mover import DataConnection
 from memkv_vllm.types import Extent, MemoryKind, Role, SessionId, Status

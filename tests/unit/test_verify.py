@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from memkv_vllm.engine.verify import should_verify, verify
@@ -19,7 +21,7 @@ def test_share_of_values_verified(mode: VerifyMode, share: int) -> None:
 
 
 def test_match_mismatch_and_unknown_algorithm() -> None:
-    assert verify(b"bytes", digest(b"bytes"), TREE) is None
-    assert verify(b"bytez", digest(b"bytes"), TREE) is LossReason.CHECKSUM
+    assert verify(partial(digest, b"bytes"), digest(b"bytes"), TREE) is None
+    assert verify(partial(digest, b"bytez"), digest(b"bytes"), TREE) is LossReason.CHECKSUM
     for algorithm in (ChecksumAlgorithm.NONE, 99):
-        assert verify(b"bytes", digest(b"bytes"), algorithm) is LossReason.CHECKSUM
+        assert verify(pytest.fail, digest(b"bytes"), algorithm) is LossReason.CHECKSUM, "nothing is computed"
