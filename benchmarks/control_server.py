@@ -72,6 +72,7 @@ class NoBulkPeer:
     established: Established
     bulk: Bulk
     label: str
+    data_path: str = "none"
 
     def offered(self, offer: Register, stream: ControlStream) -> None:
         """No region is looked at."""

@@ -123,7 +123,11 @@ class TransportDriver:
 
 
 class _TransportCalls:
-    """The calls of one case: worker ``w`` uses the ``w``-th part of the staging memory and its own keys."""
+    """The calls of one case: worker ``w`` uses the ``w``-th part of the staging memory and its own keys.
+
+    What a caller has at hand before it asks is made once, outside the timed calls: places in the staging memory, and
+    the keys of what is got or probed. The keys of puts are new ones each time, and so are all messages.
+    """
 
     def __init__(
         self, connection: ClientConnection, staging: HostMemory, shape: Shape, rings: Sequence[KeyRing], check: bool
@@ -134,6 +138,11 @@ class _TransportCalls:
         self._rings = rings
         self._check = check
         self._algorithm = ChecksumAlgorithm.XXH3_64_TREE_1M if check else ChecksumAlgorithm.NONE
+        self._places = [self._extents(worker) for worker in range(shape.workers)]
+        self._known: dict[int, list[list[bytes]]] = {}
+        """Prefixes of each worker's working set, by worker."""
+        self._known_keys: dict[int, list[list[bytes]]] = {}
+        """The same, store keys."""
 
     async def fill(self) -> None:
         """Put what is missing of each worker's working set; what is there counts as used."""
@@ -146,7 +155,7 @@ class _TransportCalls:
         _expect(await self._put(worker, self._rings[worker].fresh()), Status.OK)
 
     async def _put(self, worker: int, prefixes: Sequence[bytes]) -> list[Status]:
-        extents = self._extents(worker)
+        extents = self._places[worker]
         checksums = [0] * len(extents)
         if self._check:
             checksums = await anyio.to_thread.run_sync(self._digests, extents)
@@ -158,10 +167,12 @@ class _TransportCalls:
 
     async def get(self, worker: int, index: int) -> None:
         """A batch of the working set."""
-        extents = self._extents(worker)
+        extents = self._places[worker]
+        if worker not in self._known_keys:
+            self._known_keys[worker] = [[store_key(prefix, 0) for prefix in batch] for batch in self._batches(worker)]
+        batches = self._known_keys[worker]
         items = [
-            GetItem(store_key(prefix, 0), LAYOUT, extent)
-            for prefix, extent in zip(self._rings[worker].stored(index), extents, strict=True)
+            GetItem(key, LAYOUT, extent) for key, extent in zip(batches[index % len(batches)], extents, strict=True)
         ]
         results = await self._request(Get(items, _milliseconds()), _deadline())
         _expect([result.status for result in results], Status.OK)
@@ -172,8 +183,14 @@ class _TransportCalls:
 
     async def exists(self, worker: int, index: int) -> None:
         """A batch of probes that hit."""
-        if not all(await self._request(Exists(self._rings[worker].stored(index), 1), _deadline())):
+        batches = self._batches(worker)
+        if not all(await self._request(Exists(batches[index % len(batches)], 1), _deadline())):
             raise RuntimeError("a value that was put does not exist")
+
+    def _batches(self, worker: int) -> list[list[bytes]]:
+        if worker not in self._known:
+            self._known[worker] = self._rings[worker].working_set()
+        return self._known[worker]
 
     def _extents(self, worker: int) -> list[Extent]:
         first, size = worker * MAX_BATCH_BYTES, self._shape.value_bytes

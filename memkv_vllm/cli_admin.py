@@ -258,7 +258,7 @@ def _status_rows(answers: Sequence[Answer]) -> list[list[str]]:
                 "ok" if body["admin"]["healthy"] else ",".join(body["admin"]["reasons"]),
                 str(body["admin"]["version"]),
                 f"{body['server']['uptime_s']:.0f} s",
-                str(body["server"]["sessions"]),
+                sessions_cell(body["server"]),
                 str(body["table"]["complete"]),
                 _share(arena["used"], arena["size"]),
                 _size(arena["size"]),
@@ -269,6 +269,12 @@ def _status_rows(answers: Sequence[Answer]) -> list[list[str]]:
             ]
         )
     return rows
+
+
+def sessions_cell(server: Mapping[str, Any]) -> str:
+    """How many, and of how many the bytes go over RDMA, where there are such."""
+    verbs = server.get("sessions_by_path", {}).get("verbs", 0)
+    return f"{server['sessions']} ({verbs} verbs)" if verbs else str(server["sessions"])
 
 
 def _verdict_rows(answers: Sequence[Answer]) -> list[list[str]]:

@@ -101,6 +101,7 @@ PURE = {
     "memkv_vllm.transports.regions", "memkv_vllm.transports.tcp.commands", "memkv_vllm.transports.tcp.pieces",
     "memkv_vllm.transports.verbs.endpoints", "memkv_vllm.transports.verbs.planning",
     "memkv_vllm.transports.verbs.sendqueue", "memkv_vllm.transports.verbs.statuses",
+    "memkv_vllm.transports.verbs.watching",
 }  # fmt: skip
 """No socket, thread, clock, event loop or file in these (a package name stands for all of it): time is an argument."""
 
@@ -180,10 +181,10 @@ ROOMS = {
         "__init__", "attach", "batch", "bulk", "client", "commands", "links", "mover", "pieces", "queue", "server",
     },
     "transports/verbs": {
-        "__init__", "abi", "active", "bulk", "client", "datapath", "endpoints", "gpu_memory", "injecting",
+        "__init__", "abi", "active", "bulk", "client", "datapath", "endpoints", "facts", "gpu_memory", "injecting",
         "libibverbs", "opening", "ownership", "passive", "planning", "preflight", "provider", "providers",
         "pyverbs_provider", "queuepairs", "quiet_pyverbs", "rails", "sendqueue", "statuses", "structs", "symbols",
-        "transfers",
+        "threads", "transfers", "watching",
     },
 }  # fmt: skip
 """Every module of the package. A new one is added here and, if it is a new room, to CONTRIBUTING.md."""

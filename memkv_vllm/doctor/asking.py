@@ -93,8 +93,8 @@ def _fix(error: MemkvError) -> str:
     if isinstance(error, VersionError):
         return "bring both to releases that share a protocol version"
     return (
-        "is it running (memkv start), is this its address and port, does a firewall let TCP to it through, do both or "
-        "neither use tls?"
+        "is it running (memkv start), does it listen there (network.address in its yaml: 127.0.0.1 is for its own host "
+        "only), does a firewall let TCP to it through, do both or neither use tls?"
     )
 
 

@@ -148,12 +148,15 @@ def _served(facts: Facts) -> Iterator[Finding]:
     seen = ", ".join(f"{at} ({name})" for name, at in served.items())
     yield ok("rail", f"clients reach it over verbs at {seen}: these belong into their servers setting")
     side = facts.server_side
-    if side is None or side.host in _ANY or side.host in served.values():
+    if side is None or side.host in _ANY or any(port.link_layer == "InfiniBand" for port in _ports(facts)):
         return
-    if any(port.link_layer == "InfiniBand" for port in _ports(facts)):
-        return
+    unreached = [f"{at} ({name})" for name, at in served.items() if at != side.host]
     fix = "listen on all (network.address: 0.0.0.0:PORT), or on the address of one of these ports"
-    yield warn("rail", f"network.address is {side.address}, which is none of them: no client gets verbs there", fix)
+    if len(unreached) == len(served):
+        yield warn("rail", f"network.address is {side.address}, which is none of them: no client gets verbs there", fix)
+    elif unreached:
+        seen = f"network.address is {side.address}: clients cannot come to {', '.join(unreached)}"
+        yield warn("rail", seen, "listen on all (network.address: 0.0.0.0:PORT), or leave that device out")
 
 
 def _rail_finding(facts: Facts, answer: ServerAnswer) -> Finding:

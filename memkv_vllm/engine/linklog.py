@@ -45,7 +45,8 @@ class LinkLog:
     def connected(self, holder: Holder, route: Route) -> None:
         """A connection is ready, over what was chosen."""
         self.last_problem = ""
-        logger.info("event=connected server=%s generation=%d transport=%s rail=%d address=%s:%d", *holder, *route)
+        ways = (route.transport, route.rail, route.address)
+        logger.info("event=connected server=%s generation=%d transport=%s rail=%d address=%s", *holder, *ways)
 
     def moved(self, old: Route, new: Route) -> None:
         """A connection over a better way took over."""

@@ -32,8 +32,12 @@ class Route(NamedTuple):
     port: int
 
     def __str__(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{self.transport} {host}:{self.port}"
+        return f"{self.transport} {self.address}"
+
+    @property
+    def address(self) -> str:
+        """Host and port as settings write them: IPv6 in brackets."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 def routes_of(server: ServerAddress, transports: Sequence[str], preferred_rail: int) -> tuple[Route, ...]:

@@ -110,15 +110,15 @@ def unpack_columns(
     return columns
 
 
-def pack_columns(template: str, columns: Sequence[Sequence[Any]]) -> bytes:
-    """The reverse of :func:`unpack_columns`, for items without a key."""
+def pack_columns(template: str, columns: Sequence[Sequence[Any]], key_bytes: int = 0) -> bytes:
+    """The reverse of :func:`unpack_columns`: all items, one after the other."""
     count, fields, parts = len(columns[0]), len(columns), []
     for start in range(0, count, _ROWS_AT_ONCE):
         rows = min(_ROWS_AT_ONCE, count - start)
         flat: list[Any] = [0] * (rows * fields)
         for field, column in enumerate(columns):
             flat[field::fields] = column[start : start + rows]
-        parts.append(_rows_struct(template, 0, rows).pack(*flat))
+        parts.append(_rows_struct(template, key_bytes, rows).pack(*flat))
     return b"".join(parts)
 
 

@@ -157,11 +157,12 @@ class Put:
     def pack(self) -> bytes:
         """The body."""
         _check_count(len(self.items))
-        k = codec.common_key_length([item.key for item in self.items])
-        rows = ((key, checksum, layout, *extent) for key, checksum, layout, extent in self.items)
-        return self.HEAD.pack(len(self.items), k, self.algorithm, self.timeout_ms) + codec.pack_items(
-            self.ITEM, k, rows
-        )
+        if not self.items:
+            return self.HEAD.pack(0, 0, self.algorithm, self.timeout_ms)
+        keys, checksums, layouts, extents = zip(*self.items, strict=True)
+        k = codec.common_key_length(keys)
+        head = self.HEAD.pack(len(self.items), k, self.algorithm, self.timeout_ms)
+        return head + codec.pack_columns(self.ITEM, (keys, checksums, layouts, *zip(*extents, strict=True)), k)
 
     @classmethod
     def unpack(cls, body: memoryview) -> Put:
@@ -198,9 +199,12 @@ class Get:
     def pack(self) -> bytes:
         """The body."""
         _check_count(len(self.items))
-        k = codec.common_key_length([item.key for item in self.items])
-        rows = ((key, layout, *extent) for key, layout, extent in self.items)
-        return self.HEAD.pack(len(self.items), k, self.timeout_ms) + codec.pack_items(self.ITEM, k, rows)
+        if not self.items:
+            return self.HEAD.pack(0, 0, self.timeout_ms)
+        keys, layouts, extents = zip(*self.items, strict=True)
+        k = codec.common_key_length(keys)
+        head = self.HEAD.pack(len(self.items), k, self.timeout_ms)
+        return head + codec.pack_columns(self.ITEM, (keys, layouts, *zip(*extents, strict=True)), k)
 
     @classmethod
     def unpack(cls, body: memoryview) -> Get:

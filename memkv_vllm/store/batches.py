@@ -210,7 +210,7 @@ class Batches:
             self._content.reclaim(entry)
 
     def _insert(self, values: NewValues, places: Sequence[int], offsets: Sequence[int], now: float) -> list[Entry]:
-        """Makes entries of the first of ``places``, one for each of ``offsets``; all are of one namespace."""
+        """Makes entries of the first of ``places``, one for each of ``offsets``; all of one namespace and length."""
         if not offsets:
             return []
         content, places = self._content, places[: len(offsets)]
@@ -228,7 +228,7 @@ class Batches:
             offsets,
             content.next_generations(len(offsets)),
             repeat(space),
-            map(content.allocator.rounded, lengths),
+            repeat(content.allocator.rounded(lengths[0])),
         )
         entries = list(map(Entry, *columns))
         content.insert_reserved(space, entries)

@@ -156,24 +156,37 @@ class Content:
     def pin(self, entries: Sequence[Entry]) -> None:
         """One more use of the extent of each of these values in the arena; a value may come twice."""
         move_all(entries, _PIN)
-        in_use = self.in_use
+        in_use, num_bytes = self.in_use, 0
         for entry in entries:
             entry.pins += 1
             if entry.pins == 1:
                 in_use[entry.generation] = entry
-                self.in_use_bytes += entry.extent_bytes
+                num_bytes += entry.extent_bytes
+        self.in_use_bytes += num_bytes
 
     def unpin(self, entries: Sequence[Entry]) -> None:
         """One use less of each; the last one frees a value that was hidden or whose epoch has ended."""
-        in_use = self.in_use
+        if [entry.pins for entry in entries].count(1) < len(entries):
+            for entry in entries:  # one by one: a value may come twice, and then goes from two pins to none
+                if entry.pins > 1:
+                    entry.move(_UNPIN)
+                    entry.pins -= 1
+                else:
+                    self._unpin_last([entry])
+        else:
+            self._unpin_last(entries)
+
+    def _unpin_last(self, entries: Sequence[Entry]) -> None:
+        """The last use of each has ended."""
+        move_all(entries, _LAST_UNPIN)
+        in_use, num_bytes = self.in_use, 0
         for entry in entries:
-            entry.move(_UNPIN if entry.pins > 1 else _LAST_UNPIN)
-            entry.pins -= 1
-            if not entry.pins:
-                del in_use[entry.generation]
-                self.in_use_bytes -= entry.extent_bytes
-                if entry.state is _ABSENT or not entry.space.current:
-                    self._outlived(entry)
+            entry.pins = 0
+            del in_use[entry.generation]
+            num_bytes += entry.extent_bytes
+        self.in_use_bytes -= num_bytes
+        for entry in [entry for entry in entries if entry.state is _ABSENT or not entry.space.current]:
+            self._outlived(entry)
 
     def _outlived(self, entry: Entry) -> None:
         """The last use of a value has ended that was hidden, or whose epoch was ended, meanwhile."""

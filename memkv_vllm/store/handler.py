@@ -88,8 +88,8 @@ class StoreHandler:
         self._identity = ServerIdentity(server_id, boot_id, self._told_limits())
         self._sessions: dict[SessionId, StoreSession] = {}
         self._connections = self._inflight = 0
-        self._idle = anyio.Event()
-        self._idle.set()
+        self._idle: anyio.Event | None = None
+        """Of who waits until no request is in flight, if somebody does."""
         self._closing = False
         self._clock, self._started = clock, clock()
         self._maintenance = Maintenance(self._table, self._manifests, clock, self.residency)
@@ -158,7 +158,8 @@ class StoreHandler:
             raise StoreError(f"the server is {reason}")
         self._sessions[established.session] = StoreSession(peer, self._admission.access(established.key_id))
         self._counters["sessions"] += 1
-        logger.info("session.opened peer=%s key=%s kind=%s", peer.label, established.key_id, established.kind.value)
+        kind = established.kind.name.lower()
+        logger.info("session.opened peer=%s key=%s kind=%s", peer.label, established.key_id, kind)
 
     def licensed(self, peer: ServerPeer, token: str) -> None:
         """A session presents its license. Raises ``LicenseError`` to refuse it."""
@@ -228,8 +229,6 @@ class StoreHandler:
         session = self._begin(peer, type)
         session.inflight += 1
         self._inflight += 1
-        if self._inflight == 1:
-            self._idle = anyio.Event()
         try:
             return await method(session, body)
         except StoreError:
@@ -238,8 +237,9 @@ class StoreHandler:
         finally:
             session.inflight -= 1
             self._inflight -= 1
-            if not self._inflight:
+            if not self._inflight and self._idle is not None:
                 self._idle.set()
+                self._idle = None
 
     def _begin(self, peer: ServerPeer, type: int) -> StoreSession:
         """Counts a request of a session that is open, on a server that is not closing."""
@@ -284,7 +284,9 @@ class StoreHandler:
 
     async def wait_idle(self) -> None:
         """Returns when no request is in flight."""
-        await self._idle.wait()
+        if self._inflight:
+            self._idle = self._idle or anyio.Event()
+            await self._idle.wait()
 
     async def sweep(self) -> None:
         """Reclaims what resets left behind, in small steps; runs until cancelled."""
@@ -319,6 +321,7 @@ class StoreHandler:
                 "uptime_s": round(self._clock() - self._started, 3),
                 "connections": self._connections,
                 "sessions": len(self._sessions),
+                "sessions_by_path": dict(Counter(session.peer.data_path for session in self._sessions.values())),
                 "inflight": self._inflight,
             },
             "arena": self._arena.statistics()._asdict(),
@@ -358,6 +361,7 @@ class StoreHandler:
             "peer": session.peer.label,
             "key_id": established.key_id,
             "kind": established.kind.name.lower(),
+            "data_path": session.peer.data_path,
             "inflight": session.inflight,
             "requests": session.requests,
             "put_bytes": session.put_bytes,

@@ -118,6 +118,10 @@ class StoreServer:
         """What is wrong with the store's parts, one line each; empty when nothing is."""
         return self.handler.health()
 
+    def transport_health(self) -> list[str]:
+        """What is wrong with the transports (a NIC's port that is down), one line each; empty when nothing is."""
+        return [line for transport in self._transports for line in transport.health()]
+
     async def serve(self, *, task_status: TaskStatus[list[Any]] = anyio.TASK_STATUS_IGNORED) -> None:
         """Runs the server until cancelled; ``task_status.started(addresses)`` once it listens."""
         async with self:

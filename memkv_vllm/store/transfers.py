@@ -290,8 +290,11 @@ class Transfers:
             else:
                 moved = [Status.BUSY] * len(places)
                 self._counters[f"{job.kind.name.lower()}_no_turn"] += 1
-        for place, status in zip(places, moved, strict=True):
-            job.statuses[place] = status
+        if len(places) == len(job.statuses):
+            job.statuses[:] = moved
+        else:
+            for place, status in zip(places, moved, strict=True):
+                job.statuses[place] = status
         arrived, ended = _sorted_out(places, moved, job.session)
         if job.kind is BulkKind.PUT:
             self._give_back(job.kind, job.take(ended))

@@ -13,7 +13,7 @@ from memkv_vllm.topology.affinity import Affinity, Choice, affinity, choose
 from memkv_vllm.topology.facts import describe
 from memkv_vllm.topology.gids import RankedGid, choose_gid, rank_gids
 from memkv_vllm.topology.marking import MTUS, dscp_of, ib_mtu, traffic_class, traffic_class_problem
-from memkv_vllm.topology.model import Address, Gid, GidKind, Gpu, Host, Netdev, Network, Nic, Port, Route
+from memkv_vllm.topology.model import Address, Gid, GidKind, Gpu, Host, Netdev, Network, Nic, Port, Route, gid_address
 from memkv_vllm.topology.ports import CONTAINER_STEP, allowed_ports, is_usable, no_device, port_state, usable_ports
 from memkv_vllm.topology.rails import Rail, pair
 from memkv_vllm.topology.reading import read_host
@@ -42,6 +42,7 @@ __all__ = [
     "choose_gid",
     "describe",
     "dscp_of",
+    "gid_address",
     "ib_mtu",
     "is_usable",
     "no_device",

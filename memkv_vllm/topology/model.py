@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
 
-__all__ = ["Address", "Gid", "GidKind", "Gpu", "Host", "Netdev", "Network", "Nic", "Port", "Route"]
+__all__ = ["Address", "Gid", "GidKind", "Gpu", "Host", "Netdev", "Network", "Nic", "Port", "Route", "gid_address"]
 
 Address = IPv4Address | IPv6Address
 Network = IPv4Network | IPv6Network
@@ -20,6 +20,12 @@ class GidKind(Enum):
     ROCE_V1 = "rocev1"
     """Ethernet frames of a type of their own: one subnet at most, and no DSCP."""
     INFINIBAND = "ib"
+
+
+def gid_address(raw: bytes) -> Address:
+    """The IP address in the 16 bytes of a GID, as an operator knows it: IPv4 where it is an IPv4-mapped one."""
+    address = IPv6Address(raw)
+    return address.ipv4_mapped or address
 
 
 @dataclass(frozen=True)
@@ -36,8 +42,7 @@ class Gid:
     @property
     def address(self) -> Address:
         """The IP address inside; IPv4 where it is an IPv4-mapped one."""
-        address = IPv6Address(self.raw)
-        return address.ipv4_mapped or address
+        return gid_address(self.raw)
 
 
 @dataclass(frozen=True)

@@ -46,14 +46,20 @@ def allowed_ports(host: Host, devices: Sequence[str] = ()) -> tuple[Port, ...]:
     for wanted in devices:
         named = [port for port in host.ports if wanted in (port.device, port.name)]
         if not named:
-            raise RailError(
-                f"RDMA device {wanted} is not on this host",
-                found=", ".join(port.name for port in host.ports) or "devices without ports",
-                wanted="names of these in rdma_devices (MEMKV_RDMA_DEVICES; a server's rdma.devices), or none to have "
-                "them chosen",
-            )
+            raise _missing(host, wanted)
         ports += [port for port in named if port not in ports]
     return tuple(ports)
+
+
+def _missing(host: Host, wanted: str) -> RailError:
+    above = next((port.name for port in host.ports if port.netdev == wanted), "")
+    hint = f"; {wanted} is the interface of {above}, and the device is to be named" if above else ""
+    return RailError(
+        f"RDMA device {wanted} is not on this host",
+        found=(", ".join(port.name for port in host.ports) or "devices without ports") + hint,
+        wanted="names of these in rdma_devices (MEMKV_RDMA_DEVICES; a server's rdma.devices). Without rdma_devices an "
+        "engine chooses; a server serves verbs on none",
+    )
 
 
 def is_usable(host: Host, port: Port) -> bool:

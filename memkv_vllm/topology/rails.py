@@ -16,7 +16,7 @@ from memkv_vllm.errors import RailError
 from memkv_vllm.topology.gids import RankedGid, choose_gid, rank_gids
 from memkv_vllm.topology.marking import ib_mtu
 from memkv_vllm.topology.model import Address, Gid, GidKind, Host, Port, Route
-from memkv_vllm.topology.ports import allowed_ports, usable_ports
+from memkv_vllm.topology.ports import allowed_ports, port_state, usable_ports
 
 __all__ = ["Rail", "pair"]
 
@@ -48,6 +48,11 @@ class Rail:
     def name(self) -> str:
         """As settings write it: ``mlx5_0:1``."""
         return f"{self.device}:{self.port}"
+
+    @property
+    def rate(self) -> str:
+        """Its nominal rate for a log line, such as ``400Gbit/s``."""
+        return "unknown" if self.rate_bytes_per_s is None else f"{self.rate_bytes_per_s * 8e-9:g}Gbit/s"
 
 
 class _Way(NamedTuple):
@@ -86,7 +91,7 @@ def pair(
     usable = usable_ports(host, ports, any_gid=gid_index is not None)
     ways = [(way, port) for port in usable if (way := _way(host, port, target, scope)) is not None]
     if not ways:
-        raise _no_way(host, usable, target)
+        raise _no_way(host, usable, target, [port for port in ports if port not in usable])
     # Stable: after the preference comes the order of ``devices``, or the host's.
     ways.sort(key=lambda entry: (entry[0].order, _place(entry[1], prefer)))
     way, port = ways[0]
@@ -175,7 +180,7 @@ def _rail(host: Host, port: Port, way: _Way, chosen: RankedGid) -> Rail:
     )
 
 
-def _no_way(host: Host, ports: Sequence[Port], target: Address) -> RailError:
+def _no_way(host: Host, ports: Sequence[Port], target: Address, others: Sequence[Port]) -> RailError:
     found = []
     for port in ports:
         over = _netdevs(port)
@@ -185,9 +190,11 @@ def _no_way(host: Host, ports: Sequence[Port], target: Address) -> RailError:
             if route.netdev in over and route.gateway is None and not route.network.is_link_local
         ]
         found.append(f"{port.name} on {port.netdev or 'no interface'} in {', '.join(subnets) or 'no subnet'}")
-    return RailError(
-        f"no RDMA port reaches {target}",
-        found="; ".join(found),
-        wanted="a server's address in the subnet of one of these ports (servers: name=addr0|addr1, one address for "
-        "each rail), or an address of this host in the server's subnet",
-    )
+    # A rail that is down is the likelier reason, and its subnet cannot be told.
+    found += [f"not usable now: {port_state(host, port)}" for port in others]
+    wanted = "a server's address in the subnet of one of these ports (servers: name=addr0|addr1, one address for "
+    wanted += "each rail), or an address of this host in the server's subnet"
+    if target.is_loopback:
+        wanted = "for a server on this host the address of one of these ports, or without RDMA transport: loopback "
+        wanted += "(MEMKV_TRANSPORT=loopback)"
+    return RailError(f"no RDMA port reaches {target}", found="; ".join(found), wanted=wanted)

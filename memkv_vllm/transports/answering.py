@@ -27,7 +27,14 @@ import anyio
 from anyio.abc import TaskGroup
 from anyio.lowlevel import checkpoint
 
-from memkv_vllm.errors import ConnectionLost, LocalProtocolError, MemkvError, RemoteProtocolError, StoreError
+from memkv_vllm.errors import (
+    ConnectionLost,
+    FenceTimeout,
+    LocalProtocolError,
+    MemkvError,
+    RemoteProtocolError,
+    StoreError,
+)
 from memkv_vllm.protocol.connect import Connect
 from memkv_vllm.protocol.frame import MessageType
 from memkv_vllm.protocol.messages import ErrorCode, ErrorReply, Fence, Register, batch_count
@@ -207,13 +214,13 @@ class Answering:
             answer = await self._carry_out(event)
             if answer is not None:
                 await self._reply(event, answer)
-        except (RemoteProtocolError, ConnectionLost) as error:
+        except (RemoteProtocolError, ConnectionLost, FenceTimeout) as error:
             self._channel.cut(error)
         finally:
             self._places.release()
 
     async def _carry_out(self, event: RequestReceived) -> bytes | ErrorReply | None:
-        verdict = await self._faults.requested(event.type)
+        verdict = None if self._faults.idle else await self._faults.requested(event.type)
         if verdict is not None:
             return verdict.answer
         try:
@@ -235,7 +242,7 @@ class Answering:
         return await self._handler.handle(self._peer, event.type, event.body)
 
     async def _reply(self, event: RequestReceived, answer: bytes | ErrorReply) -> None:
-        fault = await self._faults.replying(event.type)
+        fault = None if self._faults.idle else await self._faults.replying(event.type)
         if isinstance(fault, NoReply):
             return
         # From here to the writer nothing may be awaited: frames leave in the order of their sequence numbers.
@@ -260,7 +267,7 @@ class Answering:
 
     def _problem(self, event: RequestReceived, error: Exception) -> ErrorReply:
         """What a request that failed with ``error`` is answered; raises where the session must end instead."""
-        if isinstance(error, RemoteProtocolError):
+        if isinstance(error, RemoteProtocolError | FenceTimeout):
             raise error
         if isinstance(error, StoreError):
             if event.type in _OURS:

@@ -260,7 +260,11 @@ class Bulk(Protocol):
     async def fence(self) -> None:
         """Stop all outstanding work of this peer and drop its regions; returns when nothing of it runs.
 
-        Later pulls and pushes answer FAILED. Never raises, never takes longer than the running copies' pieces.
+        Later pulls and pushes answer FAILED. Takes no longer than the running copies' pieces.
+
+        Raises:
+            FenceTimeout: something of it may run as long as this process lives (queue pairs that a device does not
+                give up): what it may touch is never used again. So says every later call.
         """
         ...
 
@@ -291,6 +295,10 @@ class DataPath(Protocol):
         """
         ...
 
+    def health(self) -> list[str]:
+        """What is wrong with it now (a port that is down), one line each with the fix; empty when nothing is."""
+        ...
+
     async def aclose(self) -> None:
         """Release everything, after the last session was fenced."""
         ...
@@ -312,6 +320,11 @@ class ServerPeer(Protocol):
     @property
     def label(self) -> str:
         """For logs: where it comes from."""
+        ...
+
+    @property
+    def data_path(self) -> str:
+        """Name of the transport that its bytes go over (``verbs`` for a session of tcp that chose it)."""
         ...
 
 
@@ -409,6 +422,10 @@ class ServerTransport(Protocol):
         Raises:
             ConfigError: they cannot be used; nothing has changed.
         """
+        ...
+
+    def health(self) -> list[str]:
+        """What is wrong with it now, one line each with the fix; empty when nothing is."""
         ...
 
     async def serve(self, handler: SessionHandler, memory: HostMemory, *, task_status: Any = ...) -> None:

@@ -43,11 +43,14 @@ class ChosenBulk:
     """The data path of one session; see ``memkv_vllm.transports.base.Bulk``.
 
     Args:
+        name: the transport whose data path ``default`` is.
         default: what is used without a CONNECT.
         offered: makes each other data path, by name.
     """
 
-    def __init__(self, default: Bulk, offered: Mapping[str, Callable[[], Bulk]]) -> None:
+    def __init__(self, name: str, default: Bulk, offered: Mapping[str, Callable[[], Bulk]]) -> None:
+        self.name = name
+        """Of the data path in use."""
         self._bulk = default
         self._offered = offered
         self._settled = False
@@ -66,6 +69,7 @@ class ChosenBulk:
             refuse_connect(transport, sorted(self._offered))
         self._settled = True
         default, self._bulk = self._bulk, self._offered[transport]()
+        self.name = transport
         # Nothing of it is used any more; data connections that come for it are turned away.
         await default.fence()
         return await self._bulk.connect(transport, token)

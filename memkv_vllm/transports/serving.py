@@ -5,6 +5,8 @@ Order of a session's life, whatever ends it::
     admit -> handshake -> opened -> license, if asked for -> requests -> tasks cancelled and awaited
     -> bulk fenced -> closed -> departed
 
+(What cannot be fenced is never closed: its session keeps its extents of the arena, and its place among the sessions.)
+
 REGISTER, FENCE and BYE are carried out by the driver, everything else by the :class:`SessionHandler`. How requests
 are answered and bounded is :mod:`memkv_vllm.transports.answering`.
 
@@ -25,6 +27,7 @@ from memkv_vllm.errors import (
     AuthError,
     ConnectError,
     ConnectionLost,
+    FenceTimeout,
     LicenseError,
     MemkvError,
     RemoteProtocolError,
@@ -215,10 +218,20 @@ class _ServerChannel:
             with anyio.CancelScope(shield=True):
                 self._stream.close()
                 self._writer.close()
-                await peer.bulk.fence()
-                self._sessions.fenced(self._session_id)
-                if opened:
-                    await self._handler.closed(peer)
+                if await self._fence_bulk(peer):
+                    self._sessions.fenced(self._session_id)
+                    if opened:
+                        await self._handler.closed(peer)
+
+    async def _fence_bulk(self, peer: ControlPeer) -> bool:
+        """Whether nothing of the session can land any more. If not, it keeps what it has, and nobody is told so."""
+        try:
+            await peer.bulk.fence()
+        except FenceTimeout as error:
+            self._note("not_fenced")
+            _log.error("event=session_not_fenced peer=%r reason=%r", self._label, str(error))
+            return False
+        return True
 
     # -- handshake
 
@@ -314,7 +327,7 @@ class _ServerChannel:
                 await Answering(self._channel(), peer, tasks).run()
             except LicenseError as error:
                 self._note("refused_license", error)
-            except (RemoteProtocolError, ConnectionLost) as error:
+            except (RemoteProtocolError, ConnectionLost, FenceTimeout) as error:
                 self._cut(error)
             tasks.cancel_scope.cancel()
 

@@ -73,6 +73,17 @@ def test_all_servers_are_ready_when_it_has_started(stores: VerbsStores) -> None:
     assert stores.world.num_live == 0
 
 
+def test_a_store_tells_which_sessions_move_bytes_over_rdma(stores: VerbsStores) -> None:
+    """So that an operator sees at the server whether its clients use it."""
+    with rank(stores.settings()), lookups(stores.settings()) as asking:
+        asking.ready(2)
+        told = stores.servers["a"].statistics()
+    assert told["server"]["sessions_by_path"] == {"verbs": 1, "tcp": 1}
+    assert {session["kind"]: session["data_path"] for session in told["sessions"]} == {
+        "engine": "verbs", "manager": "tcp"
+    }  # fmt: skip
+
+
 def test_the_scheduler_side_asks_the_same_stores_without_a_nic(stores: VerbsStores) -> None:
     """P072: its client moves no bytes and touches no device."""
     with rank(stores.settings()) as one:

@@ -116,11 +116,14 @@ async def test_degraded_names_each_reason(monkeypatch: pytest.MonkeyPatch) -> No
     async with serving_admin() as running:
         running.server.arena_slow = True
         monkeypatch.setattr(running.server, "health", lambda: ["drive /dev/x is out after 8 errors"])
+        (transport, *_) = running.server._transports
+        monkeypatch.setattr(transport, "health", lambda: ["RDMA port mlx5_0:1 is down"])
         running.admin._lag.add(0.5, 3.5)
         said = await running.ask("/v1/health")
         assert said.status == 503
         found = {reason["reason"]: reason for reason in said.json["reasons"]}
-        assert found.keys() == {"arena_not_populated", "event_loop_lag", "disk"}
+        assert found.keys() == {"arena_not_populated", "event_loop_lag", "disk", "rail"}
+        assert found["rail"]["detail"] == "RDMA port mlx5_0:1 is down"
         assert "/dev/x" in found["disk"]["detail"]
         assert all(reason["next_step"] for reason in found.values())
         assert (await running.ask("/v1/ready")).status == 200  # clients may come all the same

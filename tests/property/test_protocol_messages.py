@@ -303,3 +303,15 @@ def test_keys_of_one_batch_have_one_length() -> None:
             Delete(keys).pack()
     with pytest.raises(StoreError, match="65536"):
         Delete([b"k"] * 65536).pack()
+
+
+@pytest.mark.parametrize("count", [0, 1, 63, 64, 65, 128, 200])
+def test_a_batch_of_any_size_is_packed_as_its_items_one_by_one(count: int) -> None:
+    """Columns are packed many at once, and the batch's end need not be the end of such a block."""
+    puts = [PutItem(bytes([n]) * 9, n, n + 1, Extent(n + 2, n + 3, n + 4)) for n in range(count)]
+    rows: list[tuple[Any, ...]] = [(key, checksum, layout, *extent) for key, checksum, layout, extent in puts]
+    head = Put.HEAD.pack(count, 9 if count else 0, 2, 3)
+    assert Put(puts, 2, 3).pack() == head + codec.pack_items(Put.ITEM, 9, rows)
+    gets = [GetItem(item.key, item.layout, item.extent) for item in puts]
+    rows = [(key, layout, *extent) for key, layout, extent in gets]
+    assert Get(gets, 3).pack() == Get.HEAD.pack(count, 9 if count else 0, 3) + codec.pack_items(Get.ITEM, 9, rows)

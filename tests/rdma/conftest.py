@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.support.cable import Cable, lay
 
 FOLDER = Path(__file__).parent
 DEVICES = Path("/sys/class/infiniband")
@@ -16,12 +19,17 @@ HARNESS = FOLDER / "test_harness.py"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks all tests of this folder, and skips them where there is no VM."""
+    """Marks all tests of this folder, and skips them where there is no VM.
+
+    Those over a cable are marked too: its two devices stay in the VM, so that they run in one of their own.
+    """
     inside = bool(os.environ.get("RDMA_VM"))
     for item in items:
         if FOLDER not in item.path.parents:
             continue
         item.add_marker(pytest.mark.rdma)
+        if "cable" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.cable)
         if item.path == HARNESS:
             if inside:
                 item.add_marker(pytest.mark.skip(reason="starts VMs, and this is one: make test-rdma"))
@@ -36,3 +44,12 @@ def devices() -> None:
     """A VM without RDMA devices is broken: its tests must fail, not end without having run."""
     found = sorted(path.name for path in DEVICES.iterdir()) if DEVICES.is_dir() else []
     assert {"rxe0", "rxe1"} <= set(found), f"this VM has {found or 'no'} RDMA devices: start it with --rails 2"
+
+
+@pytest.fixture
+def cable() -> Iterator[Cable]:
+    """Repaired before and after."""
+    cable = lay()
+    cable.repair()
+    yield cable
+    cable.repair()

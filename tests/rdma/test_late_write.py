@@ -22,7 +22,7 @@ from memkv_vllm.errors import MemkvError, RequestTimeout
 from memkv_vllm.transports.verbs.provider import Opcode
 from memkv_vllm.transports.verbs.providers import load_provider
 from memkv_vllm.types import LossReason, Status
-from tests.support.cable import A, B, Cable, lay
+from tests.support.cable import A, B, Cable
 from tests.support.cable_store import CableStore, ValueClient, cable_store
 from tests.support.ranks import Rank, eventually, prefix_of, rank, staging_plan
 from tests.support.scripted import soon
@@ -37,15 +37,6 @@ DELAY_S = 0.25
 """Of the cable. What soft-RoCE has under way at once is half a MiB, so 6 MiB take some 3 s."""
 WATCH_S = 1.5
 """How long memory is watched. Without a fence the next bytes are there within ``DELAY_S``."""
-
-
-@pytest.fixture
-def cable() -> Iterator[Cable]:
-    """Repaired before and after."""
-    cable = lay()
-    cable.repair()
-    yield cable
-    cable.repair()
 
 
 def landed(end: VerbsEnd, value: int, watch_s: float, *, thaw: PeerProcess | None = None) -> int:

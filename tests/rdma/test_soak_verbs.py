@@ -13,7 +13,7 @@ import pytest
 
 from tests.soak.cluster import Options
 from tests.soak.controller import run_soak
-from tests.support.cable import A, B, lay
+from tests.support.cable import A, B, Cable
 
 pytestmark = [pytest.mark.slow, pytest.mark.fault, pytest.mark.timeout(300)]
 
@@ -21,9 +21,8 @@ NOT_SHOWN = ("is 0: nothing was shown about it", "no server evicted anything")
 """One slow CPU does not get around to everything in a minute."""
 
 
-def test_a_minute_of_kills_and_freezes(tmp_path: Path) -> None:
+def test_a_minute_of_kills_and_freezes(tmp_path: Path, cable: Cable) -> None:
     """P027, P036, P039, P041, P065, P067, P080: no wrong byte, nothing risen, nothing left behind; hits happen."""
-    lay().repair()
     options = Options(
         secrets.randbelow(1 << 32),
         60.0,

@@ -269,6 +269,7 @@ class FakeCompletionQueue(Owned):
 
     def drain(self) -> Sequence[Completion]:
         self._check_open("ibv_poll_cq")
+        self.device.nic._call("ibv_get_cq_event")
         with self.device.fabric.lock:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self.fd)
@@ -514,6 +515,7 @@ class FakeQueuePair(Owned):
         return float((self.path.retry_count + 1) * 4.096e-6 * 2**self.path.timeout)
 
     def _destroy(self) -> None:
+        self.nic._call("ibv_destroy_qp")
         with self.fabric.lock:  # a move that has begun ends first
             self._abandon()
             self.fabric.remove(self.number)

@@ -16,8 +16,9 @@ import anyio
 from memkv_vllm.cli import main
 from memkv_vllm.transports.verbs import libibverbs, opening
 from memkv_vllm.transports.verbs.bulk import VerbsBulk
+from memkv_vllm.transports.verbs.client import DEFAULT_NUM_QUEUE_PAIRS
 
-NUM_PROBES = 2
+NUM_PROBES = DEFAULT_NUM_QUEUE_PAIRS
 """Completions by which a session's region is found good: one for each queue pair."""
 
 

@@ -91,6 +91,7 @@ class FakePeer:
     established: Established
     bulk: FakeBulk
     label: str = "fake"
+    data_path: str = "fake"
 
 
 @dataclass(eq=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +21,7 @@ from memkv_vllm.types import MemoryKind
 from tests.support.fake_verbs import FakeNic
 from tests.support.verbs_host import FakeHost
 
-__all__ = ["SERVER_ADDRESS", "Pair", "paired"]
+__all__ = ["CLIENT_ADDRESS", "SERVER_ADDRESS", "Pair", "paired"]
 
 MIB = 1 << 20
 SERVER_ADDRESS, CLIENT_ADDRESS = "10.77.0.1", "10.77.0.2"
@@ -60,19 +60,21 @@ async def paired(
     root: Path,
     *,
     host: FakeHost | None = None,
-    num_queue_pairs: int = 2,
+    num_queue_pairs: int = 4,
     num_bytes: int = 4 * MIB,
     faults: FaultPlan | None = None,
     probe_timeout_s: float = 0.3,
     registered: bool = True,
+    devices: Sequence[str] = ("fake0",),
+    spread_bytes: int = 0,
 ) -> AsyncIterator[Pair]:
     """A session on ``host`` (two NICs, made here unless given); everything is released at the end."""
     host = host or FakeHost.make(root, SERVER_ADDRESS, CLIENT_ADDRESS)
     facts = read_host(host.root)
     with HostMemory.create("arena", num_bytes) as arena, HostMemory.create("staging", num_bytes) as memory:
-        rails = Rails(facts, ["fake0"], Knobs(), arena)
+        rails = Rails(facts, devices, Knobs(), arena)
         end = PassiveEnd(host.provider, rail_of(facts, "fake1"), Knobs(), num_queue_pairs, host.root)
-        options = BulkOptions(8, 64 * MIB, faults, probe_timeout_s)
+        options = BulkOptions(8, 64 * MIB, faults, probe_timeout_s, spread_bytes)
         cuts: list[str] = []
         counts: Counter[str] = Counter()
         bulk = VerbsBulk(

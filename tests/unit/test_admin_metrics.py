@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from memkv_vllm.protocol.frame import MessageType
 from memkv_vllm.store.admin.collector import MetricsPage
 from memkv_vllm.store.admin.families import FAMILIES, KNOWN, MAX_EVENTS, classify
+from memkv_vllm.transports.verbs.statuses import outcome_of
 from memkv_vllm.types import Status
 from tests.support.store import Rig
 
@@ -104,6 +105,19 @@ def test_what_is_known_is_what_the_code_counts() -> None:
             assert label in names | computed or f"cut_{label}" in names, f"{family}: {label}"
 
 
+def test_every_failure_over_rdma_is_there_from_the_start() -> None:
+    """P094: the reasons of completions, and those that stand as such in the transport."""
+    told = {outcome_of(status).reason for status in range(1, 24)} | {"unknown"}
+    assert set(KNOWN["memkv_rdma_failures_total"]) == told | {"probe_failed", "refused", "completion", "not_destroyed"}
+
+
+def test_sessions_are_shown_by_data_path(statistics: dict[str, Any]) -> None:
+    statistics["server"]["sessions_by_path"] = {"verbs": 3, "another": 1}
+    values = values_of(page_of(statistics))
+    paths = {"loopback": 0, "tcp": 0, "verbs": 3, "another": 1}
+    assert {path: values[f'memkv_sessions_by_data_path{{data_path="{path}"}}'] for path in paths} == paths
+
+
 @pytest.mark.parametrize(
     ("counter", "family", "label"),
     [
@@ -118,6 +132,7 @@ def test_what_is_known_is_what_the_code_counts() -> None:
         ("refused_batch", "memkv_refusals_total", "refused_batch"),
         ("exists_denied", "memkv_refusals_total", "exists_denied"),
         ("bulk_error", "memkv_faults_total", "bulk_error"),
+        ("rdma_retries", "memkv_rdma_failures_total", "retries"),
         ("something_new", "memkv_events_total", "something_new"),
     ],
 )

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from memkv_vllm.cli_admin import sessions_cell
 from memkv_vllm.store.admin.access import Verdict, judge
 from memkv_vllm.store.admin.commands import BadRequest, parse
 from memkv_vllm.store.admin.health import Facts, Reason, degraded, not_ready
@@ -114,3 +115,10 @@ def test_every_command_says_what_it_takes() -> None:
             parse(name, b"{}")
         assert command.argument in raised.value.error
         assert command.meaning in raised.value.next_step
+
+
+def test_the_table_says_how_many_sessions_use_rdma() -> None:
+    """At a glance: a cluster that is meant to run over verbs and does not is slow, not down."""
+    assert sessions_cell({"sessions": 5, "sessions_by_path": {"verbs": 4, "tcp": 1}}) == "5 (4 verbs)"
+    assert sessions_cell({"sessions": 5, "sessions_by_path": {"tcp": 5}}) == "5"
+    assert sessions_cell({"sessions": 0}) == "0", "a server of an earlier release"

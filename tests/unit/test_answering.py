@@ -67,6 +67,7 @@ class Peer:
 
     bulk: NoData = field(default_factory=NoData)
     label: str = "a test"
+    data_path: str = "none"
 
     def offered(self, offer: object, stream: object) -> None:
         raise AssertionError("no region is offered here")

@@ -468,6 +468,7 @@ def storage(**changed: Any) -> ServerSide:
         ({"listening": "running"}, "address", Level.OK, "listens on 0.0.0.0:9900 already"),
         ({"listening": "Cannot assign requested address"}, "address", Level.FAIL, "Cannot assign"),
         ({"host": "192.168.1.10", "address": "192.168.1.10:9900"}, "rail", Level.WARN, "no client gets verbs there"),
+        ({"host": "10.10.0.1", "address": "10.10.0.1:9900"}, "rail", Level.WARN, "cannot come to 10.10.1.1 (mlx5_1:1)"),
     ],
 )
 def test_storage_host(healthy: Make, changed: dict[str, Any], check: str, level: Level, word: str) -> None:

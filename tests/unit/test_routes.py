@@ -36,6 +36,7 @@ def test_a_better_transport_over_any_rail_comes_before_a_worse_one() -> None:
         ("verbs", 1), ("verbs", 2), ("verbs", 0), ("tcp", 1), ("tcp", 2), ("tcp", 0),
     ]  # fmt: skip
     assert str(ways[1]) == "verbs [fd00::1]:99"
+    assert (ways[0].address, ways[1].address) == (f"{ways[0].host}:{ways[0].port}", "[fd00::1]:99")
 
 
 def test_the_settings_grammar_gives_the_rails() -> None:

@@ -734,6 +734,28 @@ async def test_a_closing_handler_finishes_what_runs_and_takes_nothing_new(rig: R
     assert rig.exists(make_key(1))
 
 
+async def test_all_who_wait_for_an_idle_handler_are_woken_and_each_busy_time_is_waited_for(rig: Rig) -> None:
+    peer = await rig.connect()
+    woken: list[int] = []
+
+    async def wait(number: int) -> None:
+        await rig.handler.wait_idle()
+        woken.append(number)
+
+    await wait(0)  # nothing is in flight
+    for round in (1, 2):
+        gate = peer.bulk.hook = Gate()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(rig.put, peer, {make_key(round): value(round)})
+            await gate.reached.wait()
+            tasks.start_soon(wait, 10 * round)
+            tasks.start_soon(wait, 10 * round + 1)
+            await anyio.wait_all_tasks_blocked()
+            assert woken == [0, 10, 11][: 2 * round - 1]
+            gate.open.set()
+    assert woken == [0, 10, 11, 20, 21]
+
+
 def test_limits_told_to_clients_fit_the_wire() -> None:
     with Rig(overrides={"limits": {"max_batch_keys": 65536, "max_inflight_per_session": 1_000_000}}) as rig:
         limits = rig.handler.identity.limits

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from memkv_vllm.errors import RemoteProtocolError
 from memkv_vllm.protocol.auth import Sealer
-from memkv_vllm.transports.base import Move
+from memkv_vllm.transports.base import Move, Moves
 from memkv_vllm.transports.tcp.commands import FIRST_BYTES, MAX_SPANS, CommandOpener, CommandSealer, Kind
-from memkv_vllm.transports.tcp.pieces import Piece, advance, cut, outcome
+from memkv_vllm.transports.tcp.pieces import Piece, advance, columns, cut, outcome
 from memkv_vllm.types import Extent, Role, Status
 
 TRANSCRIPT, KEY = b"transcript", bytes(range(32))
@@ -108,8 +108,8 @@ def bytes_of(pieces: list[Piece]) -> list[tuple[tuple[int, int], int]]:
 def test_pieces_hold_every_byte_once_in_order_and_keep_their_bounds(
     batch: list[Move], piece_bytes: int, max_spans: int
 ) -> None:
-    pieces = cut(list(enumerate(batch)), piece_bytes, max_spans)
-    whole = cut(list(enumerate(batch)), 1 << 60, 1 << 60)
+    pieces = cut(range(len(batch)), batch, piece_bytes, max_spans)
+    whole = cut(range(len(batch)), batch, 1 << 60, 1 << 60)
     assert bytes_of(pieces) == bytes_of(whole)
     assert len(bytes_of(pieces)) == sum(move.remote.length for move in batch)
     for piece in pieces:
@@ -122,7 +122,7 @@ def test_pieces_hold_every_byte_once_in_order_and_keep_their_bounds(
 def test_a_slot_is_ok_exactly_when_all_its_bytes_are_there(
     batch: list[Move], piece_bytes: int, data: st.DataObject
 ) -> None:
-    pieces = cut(list(enumerate(batch)), piece_bytes, 4)
+    pieces = cut(range(len(batch)), batch, piece_bytes, 4)
     for piece in pieces:
         piece.done = data.draw(st.booleans())
     missing = {slot for piece in pieces if not piece.done for slot in piece.slots}
@@ -132,12 +132,32 @@ def test_a_slot_is_ok_exactly_when_all_its_bytes_are_there(
     assert touched == {slot for slot, move in enumerate(batch) if move.remote.length}
 
 
+@given(moves, st.integers(1, 60))
+def test_a_batch_in_columns_is_cut_as_one_of_single_moves(batch: list[Move], piece_bytes: int) -> None:
+    in_columns = Moves(
+        [move.remote.region for move in batch],
+        [move.remote.offset for move in batch],
+        [move.remote.length for move in batch],
+        [move.local_offset for move in batch],
+    )
+    slots = range(100, 100 + len(batch))
+    assert columns(in_columns) is in_columns and columns(batch) == in_columns
+    assert cut(slots, in_columns, piece_bytes) == cut(slots, batch, piece_bytes)
+    named = {slot for piece in cut(slots, batch, piece_bytes) for slot in piece.slots}
+    assert named == {slot for slot, move in zip(slots, batch, strict=True) if move.remote.length}
+
+
+def test_a_slot_without_a_move_is_a_fault_of_the_caller() -> None:
+    with pytest.raises(ValueError):
+        cut([0, 1], [Move(Extent(1, 0, 10), 0)])
+
+
 def test_neighbours_become_one_span() -> None:
     slots = [Move(Extent(1, 100 * i, 100), 100 * i) for i in range(64)]
-    (piece,) = cut(enumerate(slots))
+    (piece,) = cut(range(64), slots)
     assert (piece.remote, piece.local) == ([Extent(1, 0, 6400)], [(0, 6400)])
     scattered = [Move(Extent(1, 100 * i, 100), 200 * i) for i in range(3)]
-    (piece,) = cut(enumerate(scattered))
+    (piece,) = cut(range(3), scattered)
     assert (piece.remote, piece.local) == ([Extent(1, 0, 300)], [(0, 100), (200, 100), (400, 100)])
 
 

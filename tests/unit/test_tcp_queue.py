@@ -13,7 +13,7 @@ MEMORY = memoryview(bytearray(1000))
 
 def transfer(num_bytes: int, done: list[int] | None = None) -> Transfer:
     """In pieces of 10 bytes."""
-    pieces = cut([(0, Move(Extent(1, 0, num_bytes), 0))], piece_bytes=10)
+    pieces = cut([0], [Move(Extent(1, 0, num_bytes), 0)], piece_bytes=10)
     return Transfer(Operation.PULL, pieces, MEMORY, lambda: None if done is None else done.append(num_bytes))
 
 

@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections import Counter
+from dataclasses import replace
 from ipaddress import ip_address
 from pathlib import Path
 
@@ -202,6 +203,22 @@ def test_an_address_on_no_rail_is_refused(rails: Host) -> None:
     assert isinstance(caught.value, EnvironmentFault)
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_the_loopback_address_is_on_no_rail(rails: Host, address: str) -> None:
+    """What the first trial on one machine leaves in the settings."""
+    with pytest.raises(RailError, match="no RDMA port reaches") as caught:
+        pair(rails, address)
+    assert "MEMKV_TRANSPORT=loopback" in caught.value.wanted
+
+
+def test_an_address_whose_rail_is_down_names_that_port(rails: Host) -> None:
+    """P070: a cable that was pulled must not look like a wrong subnet."""
+    nics = tuple(replace(nic, ports=tuple(replace(port, state="DOWN") for port in nic.ports)) for nic in rails.nics[:1])
+    with pytest.raises(RailError, match=r"no RDMA port reaches 10\.10\.0\.7: found mlx5_1:1 on rail1 in ") as caught:
+        pair(replace(rails, nics=(*nics, *rails.nics[1:])), "10.10.0.7")
+    assert "not usable now: mlx5_0:1 is in state DOWN (cable, switch port; ip link set rail0 up)" in caught.value.found
+
+
 def test_a_named_device_is_the_only_one(rails: Host) -> None:
     """P073, P070: the rail's port is not among the allowed ones, and no other is taken."""
     assert pair(rails, "10.10.3.7", devices=("mlx5_3:1",)).device == "mlx5_3"
@@ -217,6 +234,7 @@ def test_a_missing_device_is_an_error_that_lists_those_there(rails: Host, name: 
     with pytest.raises(RailError) as caught:
         pair(rails, "10.10.0.7", devices=("mlx5_0", name))
     assert str(caught.value).startswith(f"RDMA device {name} is not on this host: found mlx5_0:1, mlx5_1:1, ")
+    assert ("rail0 is the interface of mlx5_0:1" in caught.value.found) is (name == "rail0")
     assert "MEMKV_RDMA_DEVICES" in caught.value.wanted
 
 

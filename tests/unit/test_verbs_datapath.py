@@ -71,14 +71,39 @@ async def test_what_a_server_says_and_holds(host: FakeHost, caplog: pytest.LogCa
         assert len(lines) == 2
         for part in (
             "device=fake0 port=1 gid=::ffff:a4d:1 gid_index=1 mtu=1024 address=10.77.0.1",
-            "traffic_class=104 service_level=3",
+            "traffic_class=104 service_level=3 rate=",
+            "Gbit/s max_reads=",
             "library=fake",
             "RoCE v2",
         ):
             assert part in lines[0]
         host.nics[1].set_port(1, PortState.DOWN)
         await wait_until(lambda: "event=rdma_port_err device=fake1 element=1" in caplog.text, "the event is logged")
+        assert "rdma_address" not in caplog.text
     assert host.provider.num_live() == 0
+
+
+async def test_a_port_that_goes_down_is_in_the_health_until_it_is_back(host: FakeHost) -> None:
+    """P070."""
+    path = host.data_path()
+    assert path.health() == []
+    async with opened(path):
+        assert path.health() == []
+        host.nics[1].set_port(1, PortState.DOWN)
+        await wait_until(path.health, "the event has arrived")
+        (line,) = path.health()
+        assert line.startswith("RDMA port fake1:1 (10.78.0.1) is down")
+        host.nics[1].set_port(1, PortState.ACTIVE)
+        await wait_until(lambda: not path.health(), "it is over")
+    assert path.health() == []
+
+
+async def test_addresses_that_nobody_can_come_to_are_told(host: FakeHost, caplog: pytest.LogCaptureFixture) -> None:
+    """P070: the second rail of a server that listens on the first one's address only."""
+    async with opened(host.data_path(listen_host="10.77.0.1")):
+        lines = [record.getMessage() for record in caplog.records if "event=rdma_address" in record.getMessage()]
+    (line,) = lines
+    assert line.startswith("event=rdma_address device=fake1 port=1 reason='network.address is 10.77.0.1, so no client")
 
 
 async def test_only_the_named_devices_are_opened(host: FakeHost) -> None:

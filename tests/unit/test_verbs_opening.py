@@ -172,6 +172,13 @@ def test_no_port_up(fabric: FakeFabric, tmp_path: Path) -> None:
         preflight.check_ports(provider, read_host(tmp_path), [], (), Knobs())
 
 
+def test_a_named_device_whose_port_is_down_is_named(fabric: FakeFabric, tmp_path: Path) -> None:
+    """P073: the other one is well, so "no port" would be wrong."""
+    host_tree(tmp_path, TWO, state="1: DOWN").finish()
+    with pytest.raises(RailError, match=r"^RDMA device mlx5_1 cannot be used: found mlx5_1:1 is in state DOWN .*rail1"):
+        rail_of(read_host(tmp_path), "mlx5_1")
+
+
 def test_no_usable_gid(fabric: FakeFabric, tmp_path: Path) -> None:
     tree = host_tree(tmp_path, {})
     tree.netdev("rail0")

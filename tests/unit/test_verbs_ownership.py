@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import errno
 import gc
+import subprocess
+import sys
 import threading
 import weakref
+from pathlib import Path
 
 import pytest
 
 from memkv_vllm.transports.verbs.ownership import Ledger, Owned, same_provider
 from memkv_vllm.transports.verbs.provider import VerbsError
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Thing(Owned):
@@ -132,3 +137,11 @@ def test_objects_of_another_kind() -> None:
     with pytest.raises(VerbsError) as caught:
         same_provider(Thing, thing, "ibv_create_qp")
     assert caught.value.errno == errno.EBADF
+
+
+@pytest.mark.parametrize("forget", [False, True])
+def test_the_end_of_the_interpreter_frees_nothing_that_is_open(forget: bool) -> None:
+    """Whoever holds it by then, and in whatever order it is forgotten: pyverbs' destructors would abort."""
+    command = [sys.executable, "-m", "tests.support.open_at_exit", "none", *(["forget"] if forget else [])]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False, cwd=ROOT)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "open\n", "")

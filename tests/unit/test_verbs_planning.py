@@ -53,6 +53,21 @@ def test_the_columns_of_a_request_and_single_moves_are_planned_alike() -> None:
     assert columns_of(columns) is columns
 
 
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=6))
+def test_a_batch_that_is_all_in_place_by_a_glance_is_planned_as_a_closer_look_would(
+    columns: list[tuple[int, int, int]],
+) -> None:
+    """In a region and an arena of 20 bytes; a value of another region makes for the closer look."""
+    regions = {1: RemoteRegion(1 << 44, 20, 11), 2: RemoteRegion(1 << 45, 20, 22)}
+    moves = [Move(Extent(1, offset, length), local) for offset, length, local in columns if local + length <= 20]
+    plain, bad = Pieces.plan(columns_of(moves), regions, Arena(1 << 40, 20, 5))
+    closer, bad_too = Pieces.plan(columns_of([*moves, Move(Extent(2, 0, 1), 0)]), regions, Arena(1 << 40, 20, 5))
+    assert rows(plain) == rows(closer)[:-1]
+    assert bad == bad_too
+    assert all(remote - (1 << 44) + length <= 20 for _, _, remote, length, _ in rows(plain))
+
+
 BAD = [
     Extent(3, 0, 1),
     Extent(3, 0, 0),

@@ -62,6 +62,7 @@ _RULES = tuple(
         (r"cut_(\w+)", "memkv_connections_cut_total"),
         (r"auth_failed|handshake_(?:timeout|displaced)", "memkv_connections_cut_total"),
         (r"disk_hits", "memkv_disk_hits_total"),
+        (r"rdma_(\w+)", "memkv_rdma_failures_total"),
         (r"connections", "memkv_connections_total"),
         (r"sessions", "memkv_sessions_opened_total"),
         (r"sessions_closed", "memkv_sessions_closed_total"),
@@ -91,6 +92,13 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "accept_failed", "bulk_error", "bulk_overrun", "bulk_wrong_count", "drain_timeout", "internal_error",
         "leaked_reservations",
     ),
+    "memkv_rdma_failures_total": (
+        "bad_response", "completion", "context_number", "context_state", "fatal", "flushed", "general", "local_access",
+        "local_domain", "local_eec", "local_length", "local_protection", "local_queue_pair", "not_destroyed",
+        "probe_failed", "receiver", "refused", "remote_abort", "remote_access", "remote_operation", "remote_read",
+        "remote_request", "response", "retries", "tag_matching", "tag_rendezvous", "unknown", "window",
+    ),
+    "memkv_sessions_by_data_path": ("loopback", "tcp", "verbs"),
 }  # fmt: skip
 """Label values that are shown from the start, as 0. A series that appears with its first count would have no increase
 from nothing to one, and an alert would miss the first fault. A test compares this with what the code counts."""
@@ -183,6 +191,12 @@ def _drives(statistics: Statistics) -> Iterator[Labelled]:
         yield ("out",), len(drives) - serving
 
 
+def _sessions_by_path(statistics: Statistics) -> Iterator[Labelled]:
+    found: Mapping[str, int] = statistics["server"].get("sessions_by_path", {})
+    for path in sorted({*KNOWN["memkv_sessions_by_data_path"], *found}):
+        yield (path,), found.get(path, 0)
+
+
 def _info(statistics: Statistics) -> Iterator[Labelled]:
     server = statistics["server"]
     yield (statistics["admin"]["version"], server["server_id"], server["boot_id"]), 1
@@ -230,6 +244,12 @@ FAMILIES: tuple[Family, ...] = (
         values="auth_failed, handshake_timeout, or the rule of the protocol that was broken",
     ),
     _c("memkv_faults_total", "Faults of this server, by reason; each has a log line.", label="reason", values="fault"),
+    _c(
+        "memkv_rdma_failures_total",
+        "Failures over RDMA, by reason; each ended one session, or kept one from beginning, and has a log line.",
+        label="reason",
+        values="see docs/rdma.md, How a transfer runs",
+    ),
     _c("memkv_events_total", "Other things that were counted, by name.", label="event", values="name of the event"),
     # connections
     _c("memkv_connections_total", "Connections that were let in to the handshake."),
@@ -237,6 +257,14 @@ FAMILIES: tuple[Family, ...] = (
     _c("memkv_sessions_closed_total", "Sessions that ended."),
     _g("memkv_connections", "Connections now, those in the handshake included.", "server.connections"),
     _g("memkv_sessions", "Sessions now.", "server.sessions"),
+    Family(
+        "memkv_sessions_by_data_path",
+        "gauge",
+        "Sessions now, by what their bytes go over; a session that moves none counts as what it came over.",
+        _sessions_by_path,
+        ("data_path",),
+        "loopback, tcp, verbs",
+    ),
     _g("memkv_requests_in_flight", "Requests that are being worked on.", "server.inflight"),
     # what it holds
     Family(

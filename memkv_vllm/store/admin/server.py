@@ -152,7 +152,8 @@ class AdminServer:
     @staticmethod
     def _reported(server: StoreServer) -> list[Reason]:
         step = "do what the detail says; the log of the server has more"
-        return [Reason("disk", line, step) for line in server.health()]
+        disks = [Reason("disk", line, step) for line in server.health()]
+        return [*disks, *(Reason("rail", line, step) for line in server.transport_health())]
 
     def _statistics(self) -> dict[str, Any]:
         assert self._server is not None

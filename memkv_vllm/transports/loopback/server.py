@@ -43,6 +43,7 @@ class LoopbackPeer:
     established: Established
     bulk: LoopbackBulk
     label: str
+    data_path: str = "loopback"
 
     def offered(self, offer: Register, stream: ControlStream) -> None:
         """Take the descriptor that came beside a REGISTER."""
@@ -101,6 +102,10 @@ class LoopbackServerTransport:
 
     def reload(self) -> None:
         """Nothing here comes from a file."""
+
+    def health(self) -> list[str]:
+        """Shared memory has no parts that fail one by one; see the protocol."""
+        return []
 
     async def serve(
         self, handler: SessionHandler, memory: HostMemory, *, task_status: Any = anyio.TASK_STATUS_IGNORED

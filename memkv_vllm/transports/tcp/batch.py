@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from memkv_vllm.transports.base import Move
@@ -46,7 +46,7 @@ class Batch:
         cut: Callable[[], None],
     ) -> None:
         self.plain: list[tuple[int, Move]] = []
-        """Moves to carry out, each with its slot."""
+        """Moves to carry out beside those that :meth:`seal` is given, each with its slot."""
         self.late: list[Late] = []
         self.transfers: list[Transfer] = []
         self._operation = operation
@@ -87,9 +87,12 @@ class Batch:
         elif isinstance(action, Drop):
             self._dropped.add(slot)
 
-    def seal(self) -> None:
-        """No move is added any more: make the transfers."""
-        self._append(self.plain, self._arena.array.data)
+    def seal(self, slots: Sequence[int] = (), moves: Sequence[Move] = ()) -> None:
+        """Carry out ``moves`` too, each with its slot. No move is added any more: make the transfers."""
+        memory = self._arena.array.data
+        self._append(slots, moves, memory)
+        if self.plain:
+            self._append([slot for slot, _ in self.plain], [move for _, move in self.plain], memory)
 
     async def wait(self, timeout_s: float) -> None:
         """Return when every transfer is complete, after ``timeout_s``, or when :meth:`wake` was called."""
@@ -125,8 +128,8 @@ class Batch:
 
     # -- inside
 
-    def _append(self, moves: list[tuple[int, Move]], memory: memoryview) -> None:
-        pieces = cut(moves)
+    def _append(self, slots: Sequence[int], moves: Sequence[Move], memory: memoryview) -> None:
+        pieces = cut(slots, moves)
         self.transfers.append(Transfer(self._operation, pieces, memory, self._report_completed))
         if pieces:
             self._left += 1
@@ -152,7 +155,7 @@ class Batch:
             return
         spoilt = bytearray(self._arena.view(offset, extent.length))
         spoilt[at] ^= 1 << action.bit
-        self._append([(slot, Move(extent, 0))], memoryview(spoilt))
+        self._append([slot], [Move(extent, 0)], memoryview(spoilt))
 
 
 def _shortened(move: Move, length: int) -> Move:

@@ -21,13 +21,14 @@ import anyio
 
 from memkv_vllm.errors import LocalProtocolError, StoreError
 from memkv_vllm.protocol.auth import Sealer
-from memkv_vllm.transports.base import Move, remaining
+from memkv_vllm.transports.base import Move, Moves, remaining
 from memkv_vllm.transports.choosing import refuse_connect
 from memkv_vllm.transports.faults import Action, FaultPlan, Operation, strike_moves
 from memkv_vllm.transports.memory import HostMemory
 from memkv_vllm.transports.regions import check_region
 from memkv_vllm.transports.tcp.batch import Batch
 from memkv_vllm.transports.tcp.mover import CLOSED, DataConnection, Movers
+from memkv_vllm.transports.tcp.pieces import columns
 from memkv_vllm.transports.tcp.queue import PieceQueue
 from memkv_vllm.types import Deadline, MemoryKind, Status
 
@@ -158,18 +159,28 @@ class TcpBulk:
         return batch.statuses(Status.TIMEOUT if self._connections and not self._gone.is_set() else Status.FAILED)
 
     def _fill(self, batch: Batch, moves: Sequence[Move], faults: Mapping[int, Action]) -> None:
-        region_bytes, arena_bytes, plain = self._regions, self._arena.length, batch.plain
-        for slot, move in enumerate(moves):
-            (region, offset, length), local_offset = move
+        every = columns(moves)
+        slots = self._allowed(batch, every)
+        if faults:
+            for slot in slots:
+                if slot in faults:
+                    batch.add_faulty(slot, every[slot], faults[slot])
+            slots = [slot for slot in slots if slot not in faults]
+        batch.seal(slots, every if len(slots) == len(every) else [every[slot] for slot in slots])
+
+    def _allowed(self, batch: Batch, moves: Moves) -> Sequence[int]:
+        """Slots of the moves whose extents are registered; the others are refused."""
+        region_bytes, arena_bytes = self._regions, self._arena.length
+        allowed = []
+        rows = zip(moves.regions, moves.offsets, moves.lengths, moves.local_offsets, strict=True)
+        for slot, (region, offset, length, local_offset) in enumerate(rows):
             if offset < 0 or length < 0 or offset + length > region_bytes.get(region, -1):
                 batch.refuse(slot, Status.BAD_EXTENT)
             elif local_offset < 0 or local_offset + length > arena_bytes:
                 raise LocalProtocolError(f"{length} bytes at {local_offset} are outside the arena of {arena_bytes}")
-            elif slot in faults:
-                batch.add_faulty(slot, move, faults[slot])
             else:
-                plain.append((slot, move))
-        batch.seal()
+                allowed.append(slot)
+        return allowed
 
     async def _run(self, batch: Batch, deadline: Deadline) -> None:
         if self._connections:

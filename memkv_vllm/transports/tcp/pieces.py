@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from memkv_vllm.transports.base import Move
+from memkv_vllm.transports.base import Move, Moves
 from memkv_vllm.transports.tcp.commands import MAX_SPANS
 from memkv_vllm.types import Extent, Status
 
@@ -37,47 +37,78 @@ class Piece:
     done: bool = False
 
 
-def cut(moves: Iterable[tuple[int, Move]], piece_bytes: int = PIECE_BYTES, max_spans: int = MAX_SPANS) -> list[Piece]:
-    """Cut ``moves``, each with its slot, into pieces; moves of no bytes are in none.
+def columns(moves: Sequence[Move]) -> Moves:
+    """``moves`` in columns; a request's moves are so already."""
+    if isinstance(moves, Moves):
+        return moves
+    regions, offsets, lengths = [[move.remote[field] for move in moves] for field in range(3)]
+    return Moves(regions, offsets, lengths, [move.local_offset for move in moves])
+
+
+def cut(
+    slots: Iterable[int], moves: Sequence[Move], piece_bytes: int = PIECE_BYTES, max_spans: int = MAX_SPANS
+) -> list[Piece]:
+    """Cut ``moves`` into pieces; moves of no bytes are in none.
 
     Args:
-        moves: ``(slot, move)``; extents were checked before.
+        slots: of the moves, in the batch.
+        moves: extents were checked before.
         piece_bytes: most bytes of a piece.
         max_spans: most spans of a piece on either side.
     """
+    batch = columns(moves)
     pieces: list[Piece] = []
-    piece = Piece()
-    remote, local, slots = piece.remote, piece.local, piece.slots
+    spans = _Spans()
     room = piece_bytes
     region_due = remote_due = local_due = -1  # what would continue the last spans
-    for slot, ((region, offset, left), local_offset) in moves:
+    rows = zip(slots, batch.regions, batch.offsets, batch.lengths, batch.local_offsets, strict=True)
+    for slot, region, offset, left, local_offset in rows:
         while left:
-            if not room or len(remote) == max_spans or len(local) == max_spans:
-                pieces.append(piece)
-                piece = Piece()
-                remote, local, slots = piece.remote, piece.local, piece.slots
-                room, region_due, remote_due, local_due = piece_bytes, -1, -1, -1
-            taken = min(left, room)
+            if not room or len(spans.lengths) == max_spans or len(spans.local_lengths) == max_spans:
+                pieces.append(spans.piece(piece_bytes - room))
+                spans, room, region_due, remote_due, local_due = _Spans(), piece_bytes, -1, -1, -1
+            taken = left if left < room else room
             if offset == remote_due and region == region_due:
-                _, first, length = remote[-1]
-                remote[-1] = Extent(region, first, length + taken)
+                spans.lengths[-1] += taken
             else:
-                remote.append(Extent(region, offset, taken))
+                spans.add_remote(region, offset, taken)
             if local_offset == local_due:
-                first, length = local[-1]
-                local[-1] = (first, length + taken)
+                spans.local_lengths[-1] += taken
             else:
-                local.append((local_offset, taken))
-            slots.append(slot)
-            piece.num_bytes += taken
-            room -= taken
-            left -= taken
-            offset += taken
-            local_offset += taken
+                spans.add_local(local_offset, taken)
+            spans.slots.append(slot)
+            room, left, offset, local_offset = room - taken, left - taken, offset + taken, local_offset + taken
             region_due, remote_due, local_due = region, offset, local_offset
-    if slots:
-        pieces.append(piece)
+    if spans.slots:
+        pieces.append(spans.piece(piece_bytes - room))
     return pieces
+
+
+class _Spans:
+    """A piece that is being made: columns, so that a span which grows is not made anew each time."""
+
+    __slots__ = ("lengths", "local_lengths", "local_offsets", "offsets", "regions", "slots")
+
+    def __init__(self) -> None:
+        self.regions: list[int] = []
+        self.offsets: list[int] = []
+        self.lengths: list[int] = []
+        self.local_offsets: list[int] = []
+        self.local_lengths: list[int] = []
+        self.slots: list[int] = []
+
+    def add_remote(self, region: int, offset: int, length: int) -> None:
+        self.regions.append(region)
+        self.offsets.append(offset)
+        self.lengths.append(length)
+
+    def add_local(self, offset: int, length: int) -> None:
+        self.local_offsets.append(offset)
+        self.local_lengths.append(length)
+
+    def piece(self, num_bytes: int) -> Piece:
+        remote = list(map(Extent, self.regions, self.offsets, self.lengths))
+        return Piece(remote, list(zip(self.local_offsets, self.local_lengths, strict=True)), self.slots, num_bytes)
 
 
 def outcome(num_slots: int, pieces: Sequence[Piece], missing: Status) -> list[Status]:

@@ -38,6 +38,7 @@ _log = logging.getLogger("memkv.transports.tcp")
 
 DEFAULT_MOVERS = 2
 DEFAULT_MAX_CONNECTIONS = 16
+NAME = "tcp"
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,11 @@ class TcpPeer:
     established: Established
     bulk: Bulk
     label: str
+
+    @property
+    def data_path(self) -> str:
+        """What the session has chosen; see the protocol."""
+        return self.bulk.name if isinstance(self.bulk, ChosenBulk) else NAME
 
     def offered(self, offer: Register, stream: ControlStream) -> None:
         """Nothing comes beside a REGISTER."""
@@ -69,7 +75,7 @@ class TcpServerTransport:
         faults: what to break, in tests.
     """
 
-    name = "tcp"
+    name = NAME
 
     def __init__(
         self,
@@ -145,6 +151,10 @@ class TcpServerTransport:
         """
         if self._tls is not None:
             self._tls.reload()
+
+    def health(self) -> list[str]:
+        """What is wrong with the data paths; see the protocol."""
+        return [line for path in self._data_paths for line in path.health()]
 
     def close(self) -> None:
         """Give the address back if :meth:`serve` was not reached after :meth:`bind`."""
@@ -227,6 +237,7 @@ class TcpServerTransport:
         except OSError:
             local_host = ""  # the peer is gone; its session ends before it asks for anything
         return ChosenBulk(
+            NAME,
             bulk,
             {
                 path.name: partial(path.make, local_host, cut=stream.end, counted=handler.counted)

@@ -6,13 +6,11 @@ with local access only: no peer ever has a key to it. Each session has queue pai
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
-from ipaddress import IPv6Address
 
 import numpy as np
 
-from memkv_vllm.topology import Rail
+from memkv_vllm.topology import Rail, gid_address
 from memkv_vllm.transports.memory import HostMemory
 from memkv_vllm.transports.verbs.endpoints import Endpoint, QueuePairEnd
 from memkv_vllm.transports.verbs.opening import Knobs, OpenPort, check_port
@@ -26,8 +24,8 @@ from memkv_vllm.transports.verbs.provider import (
     PeerQueuePair,
     ProtectionDomain,
     QueuePair,
-    VerbsError,
 )
+from memkv_vllm.transports.verbs.threads import NicThreads
 
 __all__ = ["DEPTH", "SCRATCH_BYTES", "ActiveEnd", "Nic", "Scratch"]
 
@@ -91,8 +89,8 @@ class Nic:
     memory: HostMemory
     """The arena's."""
     scratch: Scratch
-    turn: threading.Lock
-    """Sessions take turns in bringing queue pairs up."""
+    threads: NicThreads
+    """Those that make and end the queue pairs of its sessions."""
 
 
 @dataclass(frozen=True)
@@ -116,9 +114,9 @@ class ActiveEnd:
         """For logs and messages: both ends."""
         rail, endpoint = self.port.rail, self.endpoint
         return (
-            f"device={rail.name} gid={IPv6Address(rail.gid)} gid_index={rail.gid_index} mtu={endpoint.mtu} "
+            f"device={rail.name} gid={gid_address(rail.gid)} gid_index={rail.gid_index} mtu={endpoint.mtu} "
             f"max_reads={endpoint.max_reads} qps={len(self.queue_pairs)} depth={self.depth} "
-            f"peer_gid={IPv6Address(self.peer.gid)}"
+            f"peer_gid={gid_address(self.peer.gid)}"
         )
 
     @property
@@ -126,39 +124,38 @@ class ActiveEnd:
         """What to look at where a way that both ends brought up does not carry bytes."""
         rail = self.port.rail
         return (
-            f"server {rail.name} {rail.address or ''} GID {rail.gid_index} {IPv6Address(rail.gid)}, client GID "
-            f"{IPv6Address(self.peer.gid)}, MTU {self.endpoint.mtu}: check that both are of one subnet (rail), that "
+            f"server {rail.name} {rail.address or ''} GID {rail.gid_index} {gid_address(rail.gid)}, client GID "
+            f"{gid_address(self.peer.gid)}, MTU {self.endpoint.mtu}: check that both are of one subnet (rail), that "
             f"both hosts' interfaces and the switches carry that MTU (else set mtu or rdma.mtu lower), no firewall "
             f"drops UDP port 4791, and both ports' links (ibv_devinfo; rdma link)"
         )
 
     @classmethod
     def make(cls, nic: Nic, rail: Rail, knobs: Knobs, peer: Endpoint) -> ActiveEnd:
-        """Make as many queue pairs as ``peer`` has and connect them to its own. In a worker thread.
+        """Make as many queue pairs as ``peer`` has and connect them to its own. In the NIC's thread for it.
 
         Raises:
             EnvironmentFault: the port cannot be used now.
             VerbsError: the library refused something; nothing is left of it.
         """
-        with nic.turn:
-            port = check_port(nic.device, rail, knobs)
-            count = len(peer.queue_pairs)
-            limits = port.attributes
-            depth = max(1, min(DEPTH, limits.max_work_requests, limits.max_completions // count))
-            # When a queue pair fails, every work request on it completes, signalled or not.
-            completions = nic.device.completion_queue(depth * count)
-            try:
-                mtu, reads = min(port.mtu, peer.mtu), min(port.max_reads_initiated, peer.max_reads)
-                queue_pairs = tuple(nic.domain.queue_pair(completions, depth) for _ in range(count))
-                for queue_pair, end in zip(queue_pairs, peer.queue_pairs, strict=True):
-                    queue_pair.initialize(rail.port, Access.LOCAL)
-                    queue_pair.connect(
-                        port.path(mtu, reads), PeerQueuePair(end.number, end.packet_number, peer.gid, peer.lid)
-                    )
-                completions.arm()
-            except VerbsError:
-                completions.close()
-                raise
+        port = check_port(nic.device, rail, knobs)
+        count = len(peer.queue_pairs)
+        limits = port.attributes
+        depth = max(1, min(DEPTH, limits.max_work_requests, limits.max_completions // count))
+        # When a queue pair fails, every work request on it completes, signalled or not.
+        completions = nic.device.completion_queue(depth * count)
+        try:
+            mtu, reads = min(port.mtu, peer.mtu), min(port.max_reads_initiated, peer.max_reads)
+            queue_pairs = tuple(nic.domain.queue_pair(completions, depth) for _ in range(count))
+            for queue_pair, end in zip(queue_pairs, peer.queue_pairs, strict=True):
+                queue_pair.initialize(rail.port, Access.LOCAL)
+                queue_pair.connect(
+                    port.path(mtu, reads), PeerQueuePair(end.number, end.packet_number, peer.gid, peer.lid)
+                )
+            completions.arm()
+        except BaseException:
+            completions.close()
+            raise
         ends = tuple(QueuePairEnd(pair.number, pair.packet_number) for pair in queue_pairs)
         return cls(
             port=port,

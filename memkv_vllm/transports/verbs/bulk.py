@@ -21,7 +21,14 @@ from functools import partial
 import anyio
 import numpy as np
 
-from memkv_vllm.errors import ConnectionLost, LocalProtocolError, MemkvError, RemoteProtocolError, StoreError
+from memkv_vllm.errors import (
+    ConnectionLost,
+    FenceTimeout,
+    LocalProtocolError,
+    MemkvError,
+    RemoteProtocolError,
+    StoreError,
+)
 from memkv_vllm.transports.base import Move, Moves, remaining
 from memkv_vllm.transports.faults import FaultPlan, Operation, strike_moves
 from memkv_vllm.transports.regions import check_region
@@ -43,8 +50,18 @@ logger = logging.getLogger("memkv.transports.verbs")
 PROBE_TIMEOUT_S = 3.0
 """For the probe of a region, all queue pairs together. A NIC gives a peer up after half a second to two."""
 
+SPREAD_BYTES = 1 << 20
+"""A batch of fewer bytes goes over one queue pair: a NIC moves it in 20 us at 400 Gb/s, and a post costs as much."""
+
 _CUT_AFTER_S = 1.0
 """After a failed probe: the client has its answer by then, and goes by itself."""
+
+
+_SAY_PENDING_S = 10.0
+_FENCE_PENDING = (
+    "event=rdma_fence_pending %s: the library takes long to destroy its queue pairs; what they may touch stays out of "
+    "use until then, and this server cannot end: see dmesg for the device's firmware or driver"
+)
 
 
 @dataclass(frozen=True)
@@ -55,6 +72,7 @@ class BulkOptions:
     max_region_bytes: int
     faults: FaultPlan | None = None
     probe_timeout_s: float = PROBE_TIMEOUT_S
+    spread_bytes: int = SPREAD_BYTES
 
 
 class VerbsBulk:
@@ -95,6 +113,8 @@ class VerbsBulk:
         self._num_probes = 0
         self._gone = anyio.Event()
         self._fenced = False
+        self._undead: FenceTimeout | None = None
+        """Queue pairs that could not be destroyed, and may move bytes as long as this process lives."""
 
     # -- bring-up
 
@@ -181,7 +201,7 @@ class VerbsBulk:
             return [Status.BAD_EXTENT] * num_slots
         plan = Pieces.plan(moves, self._regions, end.arena, slots)
         transfer = Transfer(num_slots, proven_by_last=operation is Operation.PUSH, loop=self._loop)
-        parts = _parts(operation, plan, pairs, end)
+        parts = _parts(operation, plan, pairs, end, self._options.spread_bytes)
         if parts and pairs.failed:
             return [Status.FAILED] * num_slots
         if parts:
@@ -197,22 +217,30 @@ class VerbsBulk:
     # -- the end
 
     async def fence(self) -> None:
-        """Destroy the queue pairs, in a worker thread; see the protocol."""
+        """Destroy the queue pairs, in a worker thread; see the protocol.
+
+        Raises:
+            FenceTimeout: the library refused to destroy one of them, this time or before: it is never fenced.
+        """
         self._gone.set()
         with anyio.CancelScope(shield=True):
             while self._later:
                 self._later.pop().cancel()
             async with self._setting_up:
-                pairs, self._pairs = self._pairs, None
-                if pairs is not None:
+                pairs, end, self._pairs = self._pairs, self._end, None
+                if pairs is not None and end is not None:
                     pairs.stop()
+                    late = self._loop.call_later(_SAY_PENDING_S, logger.error, _FENCE_PENDING, end)
                     if self._failing is not None:
                         await asyncio.wait([self._failing])
-                    await self._rails.in_thread(pairs.destroy)
+                    self._destroyed(end, await self._rails.start_ending(end, pairs.destroy))
+                    late.cancel()
                 self._regions.clear()
-                self._fenced = True
+                self._fenced = self._undead is None
                 if pairs is not None:
                     pairs.wake_all()
+        if self._undead is not None:
+            raise self._undead
 
     # -- failures
 
@@ -226,8 +254,8 @@ class VerbsBulk:
         self._end_by(error)
 
     def _end_by(self, error: MemkvError) -> None:
-        pairs = self._pairs
-        if pairs is None or self._failure is not None:
+        pairs, end = self._pairs, self._end
+        if pairs is None or end is None or self._failure is not None:
             return
         self._failure = error
         pairs.failed = True
@@ -238,7 +266,19 @@ class VerbsBulk:
         else:
             # Nothing but a probe, whose client is to learn why; in case that it does not go by itself then.
             self._call_later(_CUT_AFTER_S, self._cut)
-        self._failing = self._rails.start_in_thread(pairs.fail)
+        self._failing = self._rails.start_ending(end, pairs.fail)
+
+    def _destroyed(self, end: ActiveEnd, failures: Sequence[VerbsError]) -> None:
+        if not failures:
+            return
+        why = "; ".join(dict.fromkeys(map(str, failures)))
+        self._undead = FenceTimeout(
+            f"{len(failures)} of {len(end.queue_pairs)} queue pairs on {end.port.rail.name} could not be "
+            f"destroyed ({why}): what they may read or write is never used again; the device may be broken (dmesg), "
+            f"restart this server"
+        )
+        self._counted("rdma_not_destroyed")
+        logger.error("event=rdma_not_destroyed reason=%r", str(self._undead))
 
     def _check_here(self) -> None:
         if self._gone.is_set():
@@ -278,7 +318,7 @@ class VerbsBulk:
         if pairs is not None and end is not None and not pairs.failed:
             plan = Pieces.plan(columns_of([move]), self._regions, end.arena)
             transfer = Transfer(1, proven_by_last=False, loop=self._loop)
-            pairs.begin(transfer, _parts(operation, plan, pairs, end))
+            pairs.begin(transfer, _parts(operation, plan, pairs, end, self._options.spread_bytes))
 
     async def _flip_bits(self, operation: Operation, injected: Injected, deadline: Deadline) -> None:
         for move, action in injected.flips:
@@ -299,13 +339,28 @@ class VerbsBulk:
                 pairs.drop(transfer)
 
 
-def _parts(operation: Operation, plan: Plan, pairs: QueuePairs, end: ActiveEnd) -> list[tuple[int, Columns]]:
-    """What each queue pair does for a batch."""
-    if not len(plan.pieces):
+def _parts(
+    operation: Operation, plan: Plan, pairs: QueuePairs, end: ActiveEnd, spread_bytes: int
+) -> list[tuple[int, Columns]]:
+    """What each queue pair does for a batch; a batch of fewer than ``spread_bytes`` goes over one."""
+    pieces = plan.pieces
+    if not len(pieces):
         return []
     opcode = Opcode.READ if operation is Operation.PULL else Opcode.WRITE
-    shares = share(split(plan.pieces, end.most_bytes), len(pairs), pairs.least_busy)
-    parts = [(index, Columns.of(pieces, opcode, end.arena.lkey)) for index, pieces in shares]
+    ours = _queue_pairs_of(operation, len(pairs))
+    count = len(ours) if pieces.num_bytes >= spread_bytes else 1
+    shares = share(split(pieces, end.most_bytes), count, pairs.least_busy(ours) - ours.start)
+    parts = [(ours[at], Columns.of(part, opcode, end.arena.lkey)) for at, part in shares]
     if operation is Operation.PUSH:
         return [(index, columns.flushed(end.scratch.address, end.scratch.lkey)) for index, columns in parts]
     return parts
+
+
+def _queue_pairs_of(operation: Operation, count: int) -> range:
+    """Which of ``count`` queue pairs an operation uses: puts and gets have their own, where there are two or more.
+
+    The two go in opposite directions of the wire and hardly disturb each other there. But a queue pair is answered in
+    order: the READ behind a get's WRITEs would wait for the bytes of all READs before it.
+    """
+    middle = count // 2
+    return range(max(1, middle)) if operation is Operation.PULL else range(middle, count)

@@ -38,14 +38,15 @@ from memkv_vllm.protocol.auth import Credentials
 from memkv_vllm.protocol.connect import Connect
 from memkv_vllm.protocol.messages import Register, Request
 from memkv_vllm.protocol.session import Established, PeerKind
-from memkv_vllm.topology import Host, Rail, choose, pair, read_host
+from memkv_vllm.topology import Host, Rail, choose, gid_address, pair
 from memkv_vllm.transports.base import Capabilities, Region, remaining
 from memkv_vllm.transports.control import ChannelStatistics, ControlChannel
-from memkv_vllm.transports.sockets import Address, dial, dial_address, resolve
+from memkv_vllm.transports.sockets import Address, Resolved, dial, dial_address, resolve
 from memkv_vllm.transports.streams import ControlStream, SocketStream
 from memkv_vllm.transports.tls import TlsStream, client_context
 from memkv_vllm.transports.verbs import preflight
 from memkv_vllm.transports.verbs.endpoints import DATA_PATH, MAX_QUEUE_PAIRS, Endpoint
+from memkv_vllm.transports.verbs.facts import HostFacts
 from memkv_vllm.transports.verbs.gpu_memory import try_registration
 from memkv_vllm.transports.verbs.opening import Knobs, OpenPort
 from memkv_vllm.transports.verbs.passive import PassiveEnd
@@ -60,7 +61,8 @@ T = TypeVar("T")
 _log = logging.getLogger("memkv.transports.verbs")
 
 NAME = "verbs"
-DEFAULT_NUM_QUEUE_PAIRS = 2
+DEFAULT_NUM_QUEUE_PAIRS = 4
+"""Two for puts and two for gets: two saturate the NICs that are known."""
 
 CLOSE_S = 5.0
 """How long a connection that is closed waits for its resources; what is not released by then is tried again."""
@@ -109,6 +111,13 @@ class VerbsConnection:
             raise StoreError("this connection was made for control messages only: it has no NIC")
         if region.kind is MemoryKind.HOST and (region.memory is None or region.memory.length != region.length):
             raise LocalProtocolError(f"region {region.id} has no host memory of {region.length} bytes")
+        try:
+            await self._offer(end, region, deadline)
+        except DataPathError:
+            self._transport.facts.forget()
+            raise
+
+    async def _offer(self, end: PassiveEnd, region: Region, deadline: Deadline) -> None:
         async with self._setting_up:
             if not self._is_up:
                 await self._bring_up(end, deadline)
@@ -165,7 +174,7 @@ class VerbsConnection:
             len(theirs.queue_pairs),
             theirs.mtu,
             theirs.max_reads,
-            _text_of(theirs.gid),
+            gid_address(theirs.gid),
         )
 
     async def _off_loop(self, call: Callable[[], T], deadline: Deadline, what: str) -> T:
@@ -189,7 +198,7 @@ class VerbsConnection:
         reason = reason.removeprefix(f"{DATA_PATH}: ")
         return (
             f"{self._label} answers, but does not reach this host's memory over RDMA: {reason}; this end: {here}, "
-            f"GID {_text_of(end.rail.gid)}"
+            f"GID {gid_address(end.rail.gid)}"
         )
 
 
@@ -244,6 +253,8 @@ class VerbsClientTransport:
             raise LocalProtocolError(f"num_queue_pairs is {num_queue_pairs}; expected 1 to {MAX_QUEUE_PAIRS}")
         self.limiter = anyio.CapacityLimiter(64)
         """Of worker threads that call the verbs library: apart from those that wait for a GPU."""
+        self.facts = HostFacts(root)
+        """What connections know of this host."""
         self._wanted = tuple(devices)
         self._servers = [ServerRails(*server) for server in servers]
         self._knobs = Knobs(gid_index, traffic_class, service_level, mtu)
@@ -288,7 +299,7 @@ class VerbsClientTransport:
         Raises:
             RailError: there is none.
         """
-        host = read_host(self._root)
+        host = self.facts.get()
         rails, _ = self._rails(host)
         return list(dict.fromkeys(rail.name for rail in rails.values())) or self._preferred(host)[:1]
 
@@ -296,7 +307,7 @@ class VerbsClientTransport:
         """The rail of the NIC that comes first for this process; see ``memkv_vllm.transports.base.RailPreference``."""
         if self._provider is None or len(hosts) < 2:
             return None
-        host = read_host(self._root)
+        host = self.facts.get()
         order = self._preferred(host)
         try:
             rails, _ = preflight.check_rails(
@@ -343,10 +354,10 @@ class VerbsClientTransport:
             self._rank,
             rail.device,
             rail.port,
-            _text_of(rail.gid),
+            gid_address(rail.gid),
             rail.gid_index,
             port.mtu,
-            "unknown" if rail.rate_bytes_per_s is None else f"{rail.rate_bytes_per_s * 8e-9:g}Gbit/s",
+            rail.rate,
             port.traffic_class,
             port.service_level,
             server,
@@ -360,7 +371,7 @@ class VerbsClientTransport:
     # -- inside
 
     def _check_host(self, provider: Provider, staging_bytes: int) -> None:
-        host = read_host(self._root)
+        host = self.facts.get()
         preflight.check_devices(provider, host, self._wanted, self._root)
         rails, problems = self._rails(host)
         used = list(dict.fromkeys(rails.values()))
@@ -391,24 +402,36 @@ class VerbsClientTransport:
     async def _dial_over_rail(self, host: str, port: int, label: str, deadline: Deadline) -> tuple[socket.socket, Rail]:
         """A socket connected to one of the host's addresses, from the rail that reaches it."""
         found = await resolve(host, port, deadline)
-        facts = await to_thread.run_sync(read_host, self._root, limiter=self.limiter)
-        no_rail: list[str] = []
+        ways, no_rail = self._ways(await self._host_facts(), found)
+        if no_rail:
+            self.facts.forget()
+            ways, no_rail = self._ways(await self._host_facts(), found)
         problems: list[str] = []
-        for index, (family, _, _, _, address) in enumerate(found):
-            try:
-                rail = self._rail_to(facts, address[0])
-            except RailError as error:
-                no_rail.append(str(error))
-                continue
-            share_s = remaining(deadline, time.monotonic()) / (len(found) - index)
+        for index, (family, address, rail) in enumerate(ways):
+            share_s = remaining(deadline, time.monotonic()) / (len(ways) - index)
             try:
                 source = _source(rail, family)
                 return await dial_address(family, address, Deadline(time.monotonic() + share_s), source), rail
             except ConnectError as error:
                 problems.append(str(error))
+        self.facts.forget()
         if problems:
             raise ConnectError(f"no {label}: {'; '.join(problems)}")
         raise DataPathError(f"{label}: {'; '.join(dict.fromkeys(no_rail))}")
+
+    def _ways(self, host: Host, found: Sequence[Resolved]) -> tuple[list[tuple[int, Address, Rail]], list[str]]:
+        """Family, address and rail of each address that a rail reaches, and why none reaches the others."""
+        ways: list[tuple[int, Address, Rail]] = []
+        no_rail: list[str] = []
+        for family, _, _, _, address in found:
+            try:
+                ways.append((family, address, self._rail_to(host, address[0])))
+            except RailError as error:
+                no_rail.append(str(error))
+        return ways, no_rail
+
+    async def _host_facts(self) -> Host:
+        return await to_thread.run_sync(self.facts.get, limiter=self.limiter)
 
 
 def _label(server: str) -> str:
@@ -431,8 +454,3 @@ def _source(rail: Rail, family: int) -> Address | None:
         scope = socket.if_nametoindex(rail.netdev) if address.is_link_local and rail.netdev else 0
         return str(address), 0, 0, scope
     return str(address), 0
-
-
-def _text_of(gid: bytes) -> str:
-    address = IPv6Address(gid)
-    return str(address.ipv4_mapped or address)

@@ -33,6 +33,7 @@ class VerbsDataPath:
         max_region_bytes: bytes of all regions of one session.
         provider: the verbs library; None: the default one.
         root: where ``/sys``, ``/proc`` and ``/dev`` are.
+        listen_host: the address that the server listens on, for a warning; empty: all.
         faults: what to break, in tests.
     """
 
@@ -47,6 +48,7 @@ class VerbsDataPath:
         max_region_bytes: int = DEFAULT_MAX_REGION_BYTES,
         provider: Provider | None = None,
         root: Path = Path("/"),
+        listen_host: str = "",
         faults: FaultPlan | None = None,
     ) -> None:
         if not devices:
@@ -56,6 +58,7 @@ class VerbsDataPath:
         self._options = BulkOptions(max_regions, max_region_bytes, faults)
         self._provider = provider
         self._root = root
+        self._listen_host = listen_host
         self._rails: Rails | None = None
 
     @classmethod
@@ -67,19 +70,24 @@ class VerbsDataPath:
             Knobs(rdma.gid_index, rdma.traffic_class, rdma.service_level, rdma.mtu),
             max_regions=limits.max_regions_per_session,
             max_region_bytes=limits.max_region_bytes,
+            listen_host=config.network.address.host,
         )
 
     async def open(self, memory: HostMemory) -> None:
         """Open the ports and register the arena; see the protocol."""
         provider = self._provider or load_provider()
         rails = self._rails = Rails(read_host(self._root), self._devices, self._knobs, memory)
-        await rails.open(provider, self._root)
+        await rails.open(provider, self._root, self._listen_host)
 
     def make(self, local_host: str, *, cut: Callable[[], None], counted: Callable[[str], None]) -> VerbsBulk:
         """The data path of one session; see the protocol."""
         if self._rails is None:
             raise LocalProtocolError("the verbs data path was not opened")
         return VerbsBulk(self._rails, local_host, self._options, cut=cut, counted=counted)
+
+    def health(self) -> list[str]:
+        """What is wrong with the ports now; see the protocol."""
+        return [] if self._rails is None else self._rails.health()
 
     async def aclose(self) -> None:
         """Close everything, after the last session was fenced; see the protocol."""

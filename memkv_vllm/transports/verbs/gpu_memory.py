@@ -150,14 +150,13 @@ def try_registration(provider: Provider, devices: Sequence[str], region: Region,
         except VerbsError as error:
             raise EnvironmentFault(f"RDMA device {name} cannot be opened: {error}") from error
         try:
-            domain = device.protection_domain()
-            made, way = register_region(domain, region, device=name, root=root)
-            made.close()
+            try:
+                way = register_region(device.protection_domain(), region, device=name, root=root)[1]
+            finally:
+                device.close()
         except VerbsError as error:
             size = f"{region.length / 2**20:.1f} MiB of {region.kind.value} memory"
             raise EnvironmentFault(f"{size} cannot be registered with {name}: {error}") from error
-        finally:
-            device.close()
     return way
 
 

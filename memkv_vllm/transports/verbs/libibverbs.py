@@ -316,9 +316,7 @@ class LibibverbsCompletionQueue(Owned):
     def drain(self) -> Sequence[Completion]:
         """Events, acknowledgement, arming, polling: in this order, or a completion between two of them is missed."""
         self._check_open("ibv_poll_cq")
-        events = self._take_events()
-        if events:
-            self._library.call("ibv_ack_cq_events", self._pointer, events)
+        self._take_events()
         self.arm()
         found: list[Completion] = []
         while True:
@@ -338,14 +336,18 @@ class LibibverbsCompletionQueue(Owned):
             if count < POLL_BATCH:
                 return found
 
-    def _take_events(self) -> int:
+    def _take_events(self) -> None:
         first, second = ctypes.addressof(self._event), ctypes.addressof(self._event) + 8
         events = 0
-        ctypes.set_errno(0)
-        while not self._library.call("ibv_get_cq_event", self._channel, first, second):
-            events += 1
-        _only_empty("ibv_get_cq_event")
-        return events
+        try:
+            ctypes.set_errno(0)
+            while not self._library.call("ibv_get_cq_event", self._channel, first, second):
+                events += 1
+            _only_empty("ibv_get_cq_event")
+        finally:
+            # Whatever comes next: destroying the queue waits for ever for an event that was not acknowledged.
+            if events:
+                self._library.call("ibv_ack_cq_events", self._pointer, events)
 
     def _destroy(self) -> None:
         try:

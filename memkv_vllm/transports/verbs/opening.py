@@ -7,6 +7,7 @@ MTU, which limits), and every way in which that fails has its own message with w
 from __future__ import annotations
 
 import errno
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -128,7 +129,8 @@ def rail_of(host: Host, wanted: str | None, gid_index: int | None = None) -> Rai
     port = next((port for port in ports if not port_state(host, port) or (port.is_up and gid_index is not None)), None)
     if port is None:
         problems = "; ".join(port_state(host, port) for port in ports) or "devices without ports"
-        raise RailError("no RDMA port can be used", found=problems, wanted="one that is up and has an IP address")
+        what = f"RDMA device {wanted} cannot be used" if wanted else "no RDMA port can be used"
+        raise RailError(what, found=problems, wanted="a port that is up and has an IP address")
     chosen = choose_gid(port, gid_index)
     nic = host.nic_of(port)
     return Rail(
@@ -157,7 +159,8 @@ def open_rail(provider: Provider, rail: Rail, knobs: Knobs) -> OpenPort:
     try:
         return check_port(device, rail, knobs)
     except BaseException:
-        device.close()
+        with suppress(VerbsError):  # what was wrong before says more
+            device.close()
         raise
 
 

@@ -5,13 +5,16 @@ device. The library refuses to destroy one that others stand on, and crashes on 
 So each is wrapped in an :class:`Owned`, which
 
 * keeps what it stands on alive by a reference, and is itself kept by its provider's :class:`Ledger` until it is closed:
-  the garbage collector frees nothing, so that it can free nothing in the wrong order;
+  the garbage collector frees nothing, so that it can free nothing in the wrong order. Nor does the end of the
+  interpreter: what is open then is left to the kernel, which closes all with the process;
 * closes what stands on it before itself, by rank, and itself once, whoever asks and however often;
 * is counted, so that a leak shows in :meth:`Ledger.num_live`.
 """
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import errno
 import threading
 from typing import TypeVar
@@ -39,11 +42,31 @@ class Ledger:
         """It is there; kept until it is closed."""
         with self._lock:
             self._live.add(owned)
+            _in_use.add(self)
 
     def closed(self, owned: Owned) -> None:
         """It is gone."""
         with self._lock:
             self._live.discard(owned)
+            if not self._live:
+                _in_use.discard(self)
+
+    def keep_for_ever(self) -> None:
+        """Never free what is open now, nor the memory that it uses."""
+        with self._lock:
+            for owned in self._live:
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(owned))
+
+
+_in_use: set[Ledger] = set()
+"""Ledgers with open objects. From here they are reached when nobody holds their provider any more."""
+
+
+@atexit.register
+def _leave_open() -> None:
+    # The interpreter drops modules and what they hold in no certain order; pyverbs' destructors abort then.
+    for ledger in tuple(_in_use):
+        ledger.keep_for_ever()
 
 
 class Owned:

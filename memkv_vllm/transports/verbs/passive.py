@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 from memkv_vllm.errors import ConnectionLost, RemoteProtocolError
@@ -23,6 +24,7 @@ from memkv_vllm.transports.verbs.opening import Knobs, OpenPort, open_rail
 from memkv_vllm.transports.verbs.provider import (
     Access,
     CompletionQueue,
+    Device,
     MemoryRegion,
     PeerQueuePair,
     ProtectionDomain,
@@ -32,6 +34,8 @@ from memkv_vllm.transports.verbs.provider import (
 )
 
 __all__ = ["PassiveEnd"]
+
+_Closable = QueuePair | MemoryRegion | CompletionQueue | ProtectionDomain | Device
 
 _log = logging.getLogger("memkv.transports.verbs")
 
@@ -89,6 +93,9 @@ class PassiveEnd:
         self._begun = True
         with self._turn:
             self._check_open()
+            if self._port is not None:
+                # What it made then is there until it is closed; a second set would hide the first from that.
+                raise ConnectionLost("the set-up of this connection has failed before; a new one is needed")
             port = self._port = open_rail(self._provider, self.rail, self._knobs)
             self._domain = port.device.protection_domain()
             # Never armed nor read: what posts nothing completes nothing.
@@ -149,7 +156,7 @@ class PassiveEnd:
 
         Returns:
             False: not known yet, because a call of the library has not returned within ``timeout_s``, or because the
-            library refused to destroy something.
+            library refused to destroy a queue pair or to deregister.
         """
         self.refuse()
         if not self._turn.acquire(timeout=max(0.0, timeout_s)):
@@ -168,14 +175,11 @@ class PassiveEnd:
             raise ConnectionLost("the connection was fenced during its set-up")
 
     def _release(self) -> None:
-        failures: list[VerbsError] = []
-        parts = (*self._queue_pairs, *self._regions, self._completions, self._domain)
-        for part in (*parts, self._port.device if self._port is not None else None):
-            try:
-                if part is not None:
-                    part.close()
-            except VerbsError as error:
-                failures.append(error)
+        failures = _close_all((*self._queue_pairs, *self._regions))
+        leaks = _close_all((self._completions, self._domain, self._port.device if self._port is not None else None))
+        if leaks and not failures:
+            where, reason = self.rail.name, "; ".join(map(str, leaks))
+            _log.error("event=not_closed device=%s reason=%r: it stays open as long as this process", where, reason)
         if failures:
             self._broken = True
             # A queue pair that may live may still be written through: its memory is never handed out again.
@@ -190,3 +194,15 @@ class PassiveEnd:
         self._regions.clear()
         self._views.clear()
         self._released = True
+
+
+def _close_all(parts: Sequence[_Closable | None]) -> list[VerbsError]:
+    """Close every one of ``parts``, in order; what the library refused."""
+    failures: list[VerbsError] = []
+    for part in parts:
+        try:
+            if part is not None:
+                part.close()
+        except VerbsError as error:
+            failures.append(error)
+    return failures

@@ -39,6 +39,8 @@ Slots = npt.NDArray[np.intp]
 FLUSH_BYTES = 8
 """Most that the RDMA READ behind a batch of WRITEs asks for."""
 
+_FLUSH_BYTES = np.uint32(FLUSH_BYTES)
+
 NO_SLOT = -1
 """Stands in place of a slot where a work request belongs to no value."""
 
@@ -67,7 +69,7 @@ class Plan(NamedTuple):
     """Slots whose extent is not inside a registered region: nothing of them is moved."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Pieces:
     """Rows of equal length: which value (its place in the batch), from where to where, how much."""
 
@@ -79,6 +81,11 @@ class Pieces:
 
     def __len__(self) -> int:
         return len(self.slots)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all of them."""
+        return int(self.lengths.sum())
 
     def __getitem__(self, rows: slice) -> Pieces:
         return Pieces(self.slots[rows], self.local[rows], self.remote[rows], self.lengths[rows], self.rkeys[rows])
@@ -97,7 +104,10 @@ class Pieces:
             LocalProtocolError: a move names memory outside of the arena.
         """
         if slots is None:
-            slots = np.arange(len(moves))
+            slots = _places(len(moves))
+        plain = cls._plain(moves, regions, arena, slots)
+        if plain is not None:
+            return Plan(plain, ())
         offsets, lengths = np.array(moves.offsets, np.uint64), np.array(moves.lengths, np.uint64)
         local = np.array(moves.local_offsets, np.uint64)
         of_each = _regions_of(moves.regions, regions)
@@ -106,9 +116,29 @@ class Pieces:
             raise LocalProtocolError(f"a batch names memory outside of the arena of {arena.length} bytes")
         pieces = cls(slots, local + np.uint64(arena.address), offsets + of_each.addresses, lengths, of_each.rkeys)
         good = ~bad & (lengths > 0)
-        if bool(good.all()):
-            return Plan(pieces, ())
         return Plan(pieces._where(good), tuple(slots[bad].tolist()))
+
+    @classmethod
+    def _plain(cls, moves: Moves, regions: Mapping[int, RemoteRegion], arena: Arena, slots: Slots) -> Pieces | None:
+        """The pieces of a batch of one region of which all is in place by a glance; None: it takes a closer look.
+
+        Batches are short lists of Python's numbers, whose sums cannot overflow: looking at them is cheaper than arrays.
+        """
+        count, lengths = len(moves), moves.lengths
+        if not count or moves.regions.count(moves.regions[0]) != count or not min(lengths):
+            return None
+        region, longest = regions.get(moves.regions[0]), max(lengths)
+        if region is None or max(moves.offsets) + longest > region.length:
+            return None
+        if max(moves.local_offsets) + longest > arena.length:
+            return None
+        return cls(
+            slots,
+            np.array(moves.local_offsets, np.uint64) + np.uint64(arena.address),
+            np.array(moves.offsets, np.uint64) + np.uint64(region.address),
+            np.array(lengths, np.uint64),
+            _filled(count, int(region.rkey), np.uint32),
+        )
 
     def _where(self, rows: npt.NDArray[np.bool_]) -> Pieces:
         return Pieces(self.slots[rows], self.local[rows], self.remote[rows], self.lengths[rows], self.rkeys[rows])
@@ -125,16 +155,6 @@ class _Regions(NamedTuple):
 
 def _regions_of(ids: Sequence[int], regions: Mapping[int, RemoteRegion]) -> _Regions:
     nowhere = RemoteRegion(0, 0, 0)
-    count, distinct = len(ids), set(ids)
-    if len(distinct) == 1:
-        (only,) = distinct
-        address, length, rkey = regions.get(only, nowhere)
-        return _Regions(
-            np.full(count, only in regions),
-            _filled(count, int(address), np.uint64),
-            _filled(count, int(length), np.uint64),
-            _filled(count, int(rkey), np.uint32),
-        )
     found = [regions.get(id, nowhere) for id in ids]
     return _Regions(
         np.array([id in regions for id in ids], np.bool_),
@@ -145,11 +165,20 @@ def _regions_of(ids: Sequence[int], regions: Mapping[int, RemoteRegion]) -> _Reg
 
 
 @lru_cache(maxsize=512)
-def _filled(count: int, value: int, kind: type[Any]) -> npt.NDArray[Any]:
-    """``count`` times ``value``, not to be written to: a session's batches need the same ones over and over."""
-    filled = np.full(count, value, kind)
+def _filled(count: int, value: int, kind: type[Any], tail_count: int = 0, tail_value: int = 0) -> npt.NDArray[Any]:
+    """``count`` times ``value``, then the tail; not to be written to: batches need the same ones over and over."""
+    filled = np.full(count + tail_count, value, kind)
+    filled[count:] = tail_value
     filled.setflags(write=False)
     return filled
+
+
+@lru_cache(maxsize=128)
+def _places(count: int) -> Slots:
+    """0 to ``count`` - 1; not to be written to."""
+    places = np.arange(count)
+    places.setflags(write=False)
+    return places
 
 
 def _inside(offsets: U64, lengths: U64, size: U64 | np.uint64) -> npt.NDArray[np.bool_]:
@@ -209,7 +238,7 @@ def share(pieces: Pieces, count: int, first: int) -> Iterator[tuple[int, Pieces]
         begin = end
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Columns:
     """All that one queue pair does for a batch, one row per work request; see ``provider.WorkRequests``."""
 
@@ -238,38 +267,43 @@ class Columns:
             pieces.rkeys,
         )
 
-    def followed(self, other: Columns) -> Columns:
-        """These, then ``other``."""
+    def part(self, begin: int, end: int) -> Columns:
+        """Rows ``begin`` to ``end`` - 1."""
+        rows = slice(begin, end)
         return Columns(
-            np.concatenate((self.slots, other.slots)),
-            np.concatenate((self.opcodes, other.opcodes)),
-            np.concatenate((self.local, other.local)),
-            np.concatenate((self.lkeys, other.lkeys)),
-            np.concatenate((self.lengths, other.lengths)),
-            np.concatenate((self.remote, other.remote)),
-            np.concatenate((self.rkeys, other.rkeys)),
+            self.slots[rows],
+            self.opcodes[rows],
+            self.local[rows],
+            self.lkeys[rows],
+            self.lengths[rows],
+            self.remote[rows],
+            self.rkeys[rows],
         )
 
     def flushed(self, scratch: int, lkey: int) -> Columns:
-        """These WRITEs, then a small READ of each region that they go to, into the scratch memory at ``scratch``.
+        """These, all of them WRITEs, then a small READ of each region that they go to, into the scratch memory.
 
         A READ is carried out behind the WRITEs before it, and its answer reaches us behind their bytes: its completion
         says that they are in place, which a WRITE's own does not.
+
+        Args:
+            scratch: its address.
+            lkey: names it.
         """
-        last = {int(rkey): row for row, rkey in enumerate(self.rkeys)} if self._regions() > 1 else {0: len(self) - 1}
-        rows = np.fromiter(last.values(), np.intp, len(last))
-        count = len(rows)
-        return self.followed(
-            Columns(
-                _filled(count, int(NO_SLOT), np.intp),
-                _filled(count, int(Opcode.READ), np.uint32),
-                _filled(count, int(scratch), np.uint64),
-                _filled(count, int(lkey), np.uint32),
-                np.minimum(self.lengths[rows], np.uint32(FLUSH_BYTES)),
-                self.remote[rows],
-                self.rkeys[rows],
-            )
+        last = self._last_of_each_region()
+        count, tail = len(self), len(last)
+        return Columns(
+            np.concatenate((self.slots, _filled(tail, int(NO_SLOT), np.intp))),
+            _filled(count, int(Opcode.WRITE), np.uint32, tail, int(Opcode.READ)),
+            np.concatenate((self.local, _filled(tail, int(scratch), np.uint64))),
+            _filled(count, int(self.lkeys[0]), np.uint32, tail, int(lkey)),
+            np.concatenate((self.lengths, np.minimum(self.lengths[last], _FLUSH_BYTES))),
+            np.concatenate((self.remote, self.remote[last])),
+            np.concatenate((self.rkeys, self.rkeys[last])),
         )
 
-    def _regions(self) -> int:
-        return 1 if bool((self.rkeys == self.rkeys[0]).all()) else 2
+    def _last_of_each_region(self) -> npt.NDArray[np.intp]:
+        rkeys = self.rkeys
+        if bool((rkeys == rkeys[0]).all()):
+            return _filled(1, len(self) - 1, np.intp)
+        return np.array(list({int(rkey): row for row, rkey in enumerate(rkeys)}.values()), np.intp)

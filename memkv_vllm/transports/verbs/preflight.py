@@ -55,7 +55,13 @@ def check_devices(provider: Provider, host: Host, devices: Sequence[str], root: 
     if not host.nics:
         raise no_device(host)
     wanted = list(dict.fromkeys(port.device for port in allowed_ports(host, devices)))
-    known = provider.device_names()
+    try:
+        known = provider.device_names()
+    except VerbsError as error:
+        raise EnvironmentFault(
+            f"the verbs library cannot list the RDMA devices: {error}; expected {', '.join(wanted)} (of "
+            f"/sys/class/infiniband); see: ls -l /dev/infiniband, ibv_devices, ulimit -n; {CONTAINER_STEP}"
+        ) from error
     missing = [name for name in wanted if name not in known]
     if not missing or (known and not devices and len(missing) < len(wanted)):
         return
@@ -179,7 +185,12 @@ def check_ports(
     seen: list[OpenPort] = []
     for rail in rails or [rail_of(host, devices[0] if devices else None, knobs.gid_index)]:
         opened = open_rail(provider, rail, knobs)
-        opened.device.close()
+        try:
+            opened.device.close()
+        except VerbsError as error:
+            raise EnvironmentFault(
+                f"RDMA device {rail.device} cannot be closed again: {error}; it may be broken: see dmesg, ibv_devinfo"
+            ) from error
         seen.append(opened)
     return seen
 

@@ -191,7 +191,7 @@ class AsyncEvent(NamedTuple):
     """The port's or the queue pair's number; 0 for events of the whole device, and where pyverbs does not tell."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class WorkRequests:
     """A batch to post on one queue pair, one row per work request, in columns of equal length.
 

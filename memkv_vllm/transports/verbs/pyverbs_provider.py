@@ -12,8 +12,8 @@ Lifetimes of pyverbs' objects, as read in its source (44, which is what runs her
 ``PD``,       Their ``close`` sets the C pointer to NULL when the library agreed, so that a second one does nothing.
 ``MR``,       If it refused, the pointer stays and their destructor would try again whenever the collector comes by:
 ``QP``,       such an object is kept for ever (its ledger never forgets it). They hold references to their parents; in
-``CQ``        a garbage cycle these are cleared in any order, so that a PD could go before its MRs: a ledger holds every
-              open object from outside, and the collector never sees one.
+``CQ``        a garbage cycle, and at the interpreter's end, these are cleared in any order, so that a PD can go before
+              its MRs (seen: "free(): invalid pointer"): a ledger holds every open object from outside, beyond that end.
 ``MR``        Holds no reference to the memory; an address of 0 would make it allocate its own.
 ``DmaBufMR``  Is named by its offset in the dmabuf, never by an address.
 ``CQ``        Destroying one waits until its events are acknowledged; it counts them and acknowledges the rest itself.
@@ -220,7 +220,7 @@ class PyverbsDevice(Owned):
         """Take and acknowledge what has happened; ``element`` is always 0: pyverbs does not tell it."""
         self._check_open("ibv_get_async_event")
         events: list[AsyncEvent] = []
-        while _readable(self.async_fd):
+        while _readable(self.async_fd, "ibv_get_async_event"):
             with self._acknowledging:
                 try:
                     taken = self._context.get_async_event()
@@ -341,7 +341,7 @@ class PyverbsCompletionQueue(Owned):
         """Events, acknowledgement, arming, polling: in this order, or a completion between two of them is missed."""
         self._check_open("ibv_poll_cq")
         events = 0
-        while _readable(self.fd):
+        while _readable(self.fd, "ibv_get_cq_event"):
             with _calling("ibv_get_cq_event"):
                 self._channel.get_cq_event(self._queue)
             events += 1
@@ -482,8 +482,15 @@ class WorkRequestForm:
         self._request.sg_list = self._sge
 
 
-def _readable(fd: int) -> bool:
-    """Whether there is an event to take now: pyverbs would raise an exception where there is none."""
+def _readable(fd: int, call: str) -> bool:
+    """Whether there is an event to take now: pyverbs would raise an exception where there is none.
+
+    Raises:
+        VerbsError: EIO: there never will be one any more, for the device is gone.
+    """
     poller = select.poll()
     poller.register(fd, select.POLLIN)
-    return bool(poller.poll(0))
+    found = poller.poll(0)
+    if found and not found[0][1] & select.POLLIN:
+        raise VerbsError(call, errno.EIO)
+    return bool(found)

@@ -5,8 +5,8 @@ into the library that returns at once, and completions make the channel's descri
 
 Each queue pair serves its runs first come, first served, with at most ``depth`` work requests outstanding. Some
 devices carry out the whole transfer inside of the post (soft-RoCE: 3.8 ms for 2.5 MiB), so posts are cut into slices,
-and after ``TURN_S`` the rest of the loop has its turn. How large a slice may be is learned from how long the last ones
-took: on a NIC, where a post takes microseconds, it soon holds all that there is.
+and after about ``TURN_S`` the rest of the loop has its turn. How large a slice may be is learned from how long the last
+ones took: on a NIC, where a post takes microseconds, it soon holds all that there is.
 
 The first work request that fails, or a post that is refused, is the end: nothing is posted any more, and the owner is
 told. What was outstanding then ends by being flushed; when all of it has, nothing can touch memory any more
@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -35,11 +36,18 @@ __all__ = ["TURN_S", "Pace", "QueuePairs", "Sender"]
 
 logger = logging.getLogger("memkv.transports.verbs")
 
-TURN_S = 0.005
-"""Seconds of posting after which the rest of the loop has its turn."""
+TURN_S = 0.025
+"""Seconds of posting after which the rest of the loop has its turn: of soft-RoCE alone, a NIC takes microseconds.
 
-SLICE_ROWS = 64
-"""Most work requests of one post: a full batch. Filling the array for more gains nothing."""
+Where the post itself carries the bytes all caches are cold after it, and what Python does until the next costs 0.2 to
+1 ms: with turns of 5 ms a tenth of the time. With these, a control message may wait 40 ms behind a session's bytes.
+"""
+
+SLICE_ROWS = 72
+"""Most work requests of one post: a full batch and the READs behind it. Filling the array for more gains nothing."""
+
+_TRIFLE_BYTES = 64
+"""By which a slice may be longer than the pace says."""
 
 _SLICE_BYTES_FIRST, _SLICE_BYTES_LEAST, _SLICE_BYTES_MOST = 1 << 20, 1 << 16, 1 << 34
 
@@ -54,7 +62,7 @@ class Pace:
         """A post of ``num_bytes`` took so long."""
         if seconds > TURN_S:
             self.slice_bytes = max(_SLICE_BYTES_LEAST, min(self.slice_bytes, int(num_bytes * TURN_S / seconds)))
-        elif seconds < TURN_S / 4 and num_bytes >= self.slice_bytes // 2:
+        elif seconds < TURN_S / 2 and num_bytes >= self.slice_bytes // 2:
             self.slice_bytes = min(_SLICE_BYTES_MOST, self.slice_bytes * 2)
 
 
@@ -122,12 +130,14 @@ class Sender:
 
     def _slice(self, run: Run, most_bytes: int) -> tuple[int, int]:
         """How many rows of ``run`` to post now, and their bytes: one at least."""
-        lengths = run.columns.lengths[run.posted : run.posted + min(run.end - run.posted, self.queue.free, SLICE_ROWS)]
-        if run.num_bytes <= most_bytes:
-            return len(lengths), int(lengths.sum())
-        ends = np.cumsum(lengths, dtype=np.uint64)
-        rows = max(1, int(np.searchsorted(ends, most_bytes, "right")))
-        return rows, int(ends[rows - 1])
+        most_rows = min(run.end - run.posted, self.queue.free, SLICE_ROWS)
+        if run.num_bytes <= most_bytes and most_rows == len(run.columns):
+            return most_rows, run.num_bytes
+        before = run.ends[run.posted - 1] if run.posted else 0
+        # Work requests of a few bytes go along with the long one before them: the READ behind WRITEs.
+        longest = max(most_bytes, run.ends[run.posted] - before) + _TRIFLE_BYTES
+        end = bisect_right(run.ends, before + longest, run.posted, run.posted + most_rows)
+        return end - run.posted, run.ends[end - 1] - before
 
     def complete(self, number: int) -> None:
         """Work request ``number`` and all before it have ended well.
@@ -167,15 +177,15 @@ class Sender:
 
 
 def _work(columns: Columns, begin: int, rows: int, number: int, signalled: npt.NDArray[np.bool_]) -> WorkRequests:
-    part = slice(begin, begin + rows)
+    part = columns if rows == len(columns) else columns.part(begin, begin + rows)
     return WorkRequests(
         np.arange(number, number + rows, dtype=np.uint64),
-        columns.opcodes[part],
-        columns.local[part],
-        columns.lkeys[part],
-        columns.lengths[part],
-        columns.remote[part],
-        columns.rkeys[part],
+        part.opcodes,
+        part.local,
+        part.lkeys,
+        part.lengths,
+        part.remote,
+        part.rkeys,
         signalled,
     )
 
@@ -220,11 +230,9 @@ class QueuePairs:
         """Transfers that were begun and not given back."""
         return len(self._transfers)
 
-    @property
-    def least_busy(self) -> int:
-        """Index of the queue pair with the fewest bytes before a new run."""
-        loads = [sender.num_bytes for sender in self._senders]
-        return loads.index(min(loads))
+    def least_busy(self, among: range) -> int:
+        """Index, one of ``among``, of the queue pair with the fewest bytes before a new run."""
+        return min(among, key=lambda index: self._senders[index].num_bytes)
 
     def begin(self, transfer: Transfer, parts: Sequence[tuple[int, Columns]]) -> None:
         """Start ``transfer``: each of ``parts`` on the queue pair of that index. To be given back by :meth:`drop`.
@@ -261,15 +269,25 @@ class QueuePairs:
             if self._next is not None:
                 self._next.cancel()
 
-    def destroy(self) -> None:
-        """Destroy all, after :meth:`stop`: then nothing of them touches memory. In a worker thread."""
+    def destroy(self) -> list[VerbsError]:
+        """Destroy all, after :meth:`stop`: then nothing of them touches memory. In a worker thread, once.
+
+        Returns:
+            why queue pairs could not be destroyed: each of those may go on as long as this process lives.
+        """
         self.fail()
-        owned_ones: list[QueuePair | CompletionQueue] = [sender.queue_pair for sender in self._senders]
-        for owned in (*owned_ones, self._completions):
+        failures: list[VerbsError] = []
+        for sender in self._senders:
             try:
-                owned.close()
+                sender.queue_pair.close()
             except VerbsError as error:
-                logger.error("event=rdma_close_failed reason=%r: restart this server once it is idle", str(error))
+                failures.append(error)
+        try:
+            self._completions.close()
+        except VerbsError as error:
+            # It holds some memory of this process, but moves none.
+            logger.error("event=rdma_close_failed reason=%r: restart this server once it is idle", str(error))
+        return failures
 
     def wake_all(self) -> None:
         """Whoever waits for a transfer need not wait any more."""
@@ -280,7 +298,7 @@ class QueuePairs:
 
     def _post(self) -> None:
         self._next = None
-        end = time.monotonic() + TURN_S
+        end = time.monotonic() + TURN_S / 2  # what is posted then may take as long again
         try:
             while not (self.failed or self._stopped):
                 sender = self._next_ready()
@@ -304,7 +322,11 @@ class QueuePairs:
         try:
             for completion in self._completions.drain():
                 self._take(completion)
-        except (VerbsError, LocalProtocolError) as error:
+        except VerbsError as error:
+            # The descriptor of a device that is gone stays readable: the loop would do nothing else any more.
+            self._loop.remove_reader(self._completions.fd)
+            self._fail(error, "reading completions")
+        except LocalProtocolError as error:
             self._fail(error, "reading completions")
         if self.failed:
             self._look_for_quiet()

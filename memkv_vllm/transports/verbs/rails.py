@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -18,22 +17,21 @@ from typing import TypeVar
 import anyio
 
 from memkv_vllm.errors import EnvironmentFault, RailError, StoreError
-from memkv_vllm.topology import Host, Rail, pair
+from memkv_vllm.topology import Host, Rail, gid_address, pair
 from memkv_vllm.transports.memory import HostMemory
 from memkv_vllm.transports.verbs.active import SCRATCH_BYTES, ActiveEnd, Nic, Scratch
 from memkv_vllm.transports.verbs.endpoints import DATA_PATH, Endpoint
 from memkv_vllm.transports.verbs.opening import Knobs, OpenPort, check_port, open_rail, rail_of
 from memkv_vllm.transports.verbs.preflight import check_devices, memlock_problem, read_memlock
 from memkv_vllm.transports.verbs.provider import Access, Device, Provider, VerbsError
+from memkv_vllm.transports.verbs.threads import NicThreads
+from memkv_vllm.transports.verbs.watching import PortWatch, doubtful_address
 
 __all__ = ["Rails"]
 
 T = TypeVar("T")
 
 logger = logging.getLogger("memkv.transports.verbs")
-
-_THREADS = 4
-"""For calls of the library that may take long: queue pairs of new sessions, and of those that end."""
 
 _WARNED_EVENTS = ("port_err", "device_fatal", "qp_fatal", "cq_err", "gid_change", "lid_change")
 
@@ -58,32 +56,36 @@ class Rails:
         self._scratch = HostMemory.create("verbs-scratch", SCRATCH_BYTES)
         self._nics: dict[str, Nic] = {}
         self._opened: list[Device] = []
+        self._watch = PortWatch(())
         self._loop = asyncio.get_running_loop()
-        self._executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="memkv-verbs")
-        # All threads start now: their number is then a constant.
-        together = threading.Barrier(_THREADS)
-        for _ in range(_THREADS):
-            self._executor.submit(together.wait)
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="memkv-verbs")
+        """Opens and closes; what sessions need is done by the threads of their NIC."""
 
     # -- start and end
 
-    async def open(self, provider: Provider, root: Path) -> None:
+    async def open(self, provider: Provider, root: Path, listen_host: str = "") -> None:
         """Open every port and register the arena on every device, which may take seconds per 10 GiB.
+
+        Args:
+            provider: the verbs library.
+            root: where ``/proc`` and ``/dev`` are.
+            listen_host: where clients' control connections can come to; empty: everywhere.
 
         Raises:
             EnvironmentFault: one cannot be used, or the arena not registered; says what was found and the fix.
         """
-        await self.in_thread(lambda: self._open_ports(provider, root))
+        await self._in_thread(lambda: self._open_ports(provider, root), self._executor)
+        self._watch = PortWatch([port.rail for port in self.ports])
         num_bytes = self._memory.length
         for device in self._opened:
             logger.info("event=rdma_registering device=%s arena_bytes=%d", device.name, num_bytes)
-            self._nics[device.name] = await self.in_thread(partial(self._register, device))
+            self._nics[device.name] = await self._in_thread(partial(self._register, device), self._executor)
             self._loop.add_reader(device.async_fd, self._on_event, device)
         for port in self.ports:
             rail = port.rail
             logger.info(
                 "event=rdma_ready device=%s port=%d gid=%s gid_index=%d mtu=%d address=%s traffic_class=%d "
-                "service_level=%d max_reads=%d library=%s reason=%r",
+                "service_level=%d rate=%s max_reads=%d library=%s reason=%r",
                 rail.device,
                 rail.port,
                 IPv6Address(rail.gid),
@@ -92,17 +94,27 @@ class Rails:
                 rail.address or "",
                 port.traffic_class,
                 port.service_level,
+                rail.rate,
                 port.max_reads_initiated,
                 provider.name,
                 rail.reason,
             )
+            if problem := doubtful_address(rail, listen_host):
+                logger.warning("event=rdma_address device=%s port=%d reason=%r", rail.device, rail.port, problem)
+
+    def health(self) -> list[str]:
+        """What is wrong with the ports now, one line each."""
+        return self._watch.health()
 
     async def aclose(self) -> None:
         """Close the devices, after the last session was fenced. A second call does nothing."""
-        for name in self._nics:
-            self._loop.remove_reader(self._nics[name].device.async_fd)
+        nics = tuple(self._nics.values())
         self._nics.clear()
-        await self.in_thread(self._close)
+        for nic in nics:
+            self._loop.remove_reader(nic.device.async_fd)
+        await self._in_thread(self._close, self._executor)
+        for nic in nics:
+            nic.threads.close()
         self._executor.shutdown()
         self._scratch.close()
 
@@ -117,28 +129,28 @@ class Rails:
         rail = self._rail_at(local_host)
         nic = self._nics[rail.device]
         try:
-            return await self.in_thread(lambda: ActiveEnd.make(nic, rail, self._knobs, peer))
+            return await self._in_thread(lambda: ActiveEnd.make(nic, rail, self._knobs, peer), nic.threads.making)
         except EnvironmentFault as error:
             raise StoreError(f"the server's side: {error}", DATA_PATH) from error
         except VerbsError as error:
             raise StoreError(
                 f"the server's NIC {rail.name} did not connect {len(peer.queue_pairs)} queue pairs to "
-                f"{IPv6Address(peer.gid)} (MTU {peer.mtu}): {error}; too many sessions, or no route there from "
+                f"{gid_address(peer.gid)} (MTU {peer.mtu}): {error}; too many sessions, or no route there from "
                 f"{rail.netdev or rail.name} (ip route get; ip neigh)",
                 DATA_PATH,
             ) from error
 
-    async def in_thread(self, work: Callable[[], T]) -> T:
-        """Run a call that blocks. It is waited for whatever happens: nothing that it makes gets lost."""
-        with anyio.CancelScope(shield=True):
-            result = await self._loop.run_in_executor(self._executor, work)
-        return result
-
-    def start_in_thread(self, work: Callable[[], None]) -> asyncio.Future[None]:
-        """Begin a call that blocks; the future is the caller's to await."""
-        return self._loop.run_in_executor(self._executor, work)
+    def start_ending(self, end: ActiveEnd, work: Callable[[], T]) -> asyncio.Future[T]:
+        """Begin ``work``, which takes queue pairs of ``end`` down, in a thread; the future is the caller's to await."""
+        return self._loop.run_in_executor(self._nics[end.port.rail.device].threads.ending, work)
 
     # -- inside
+
+    async def _in_thread(self, work: Callable[[], T], executor: ThreadPoolExecutor) -> T:
+        """Run a call that blocks. It is waited for whatever happens: nothing that it makes gets lost."""
+        with anyio.CancelScope(shield=True):
+            result = await self._loop.run_in_executor(executor, work)
+        return result
 
     def _open_ports(self, provider: Provider, root: Path) -> None:
         check_devices(provider, self._host, self._devices, root)
@@ -168,7 +180,7 @@ class Rails:
                 f"of this host, or the device's own limit (ibv_devinfo -v: max_mr_size) is too small for "
                 f"memory.max_size"
             ) from error
-        return Nic(device, domain, arena, self._memory, Scratch(self._scratch, scratch.lkey), threading.Lock())
+        return Nic(device, domain, arena, self._memory, Scratch(self._scratch, scratch.lkey), NicThreads(device.name))
 
     def _close(self) -> None:
         for device in self._opened:
@@ -205,6 +217,19 @@ class Rails:
         )
 
     def _on_event(self, device: Device) -> None:
-        for event in device.async_events():
+        try:
+            events = device.async_events()
+        except VerbsError as error:
+            # The kernel took it away. Its descriptor stays readable: the loop would do nothing else any more.
+            self._loop.remove_reader(device.async_fd)
+            logger.error(
+                "event=rdma_device_lost device=%s reason=%r", device.name, self._watch.lost(device.name, str(error))
+            )
+            return
+        for event in events:
             level = logging.WARNING if event.name in _WARNED_EVENTS else logging.INFO
-            logger.log(level, "event=rdma_%s device=%s element=%d", event.name, device.name, event.element)
+            text = self._watch.note(device.name, event)
+            logger.log(
+                level, "event=rdma_%s device=%s element=%d%s", event.name, device.name, event.element,
+                f": {text}" if text else "",
+            )  # fmt: skip

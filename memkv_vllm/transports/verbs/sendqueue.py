@@ -10,12 +10,27 @@ Work requests are numbered from 0; the number is the ``wr_id``.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import numpy.typing as npt
 
 from memkv_vllm.errors import LocalProtocolError
 
 __all__ = ["SendQueue"]
+
+
+@lru_cache(maxsize=1024)
+def _signals(count: int, first: int, interval: int, awaited: bool) -> npt.NDArray[np.bool_]:
+    """True in row ``first``, in every ``interval``-th from there on, and in the last one if it is ``awaited``.
+
+    Not to be written to: posts of the same kind come over and over.
+    """
+    signalled = np.zeros(count, np.bool_)
+    signalled[first::interval] = True
+    signalled[-1] |= awaited
+    signalled.setflags(write=False)
+    return signalled
 
 
 class SendQueue:
@@ -54,9 +69,7 @@ class SendQueue:
         """
         if not 1 <= count <= self.free:
             raise LocalProtocolError(f"{count} work requests for {self.free} free places")
-        signalled = np.zeros(count, np.bool_)
-        signalled[self._interval - 1 - self._unsignalled :: self._interval] = True
-        signalled[-1] |= awaited
+        signalled = _signals(count, self._interval - 1 - self._unsignalled, self._interval, awaited)
         self._unsignalled = 0 if signalled[-1] else (self._unsignalled + count) % self._interval
         self.posted += count
         return signalled

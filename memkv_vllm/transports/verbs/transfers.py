@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+import numpy as np
+
 from memkv_vllm.transports.verbs.planning import NO_SLOT, Columns
 from memkv_vllm.types import Status
 
@@ -19,7 +21,7 @@ class Run:
         columns: the work requests.
     """
 
-    __slots__ = ("columns", "end", "ended", "first", "num_bytes", "posted", "transfer")
+    __slots__ = ("_ends", "columns", "end", "ended", "first", "num_bytes", "posted", "transfer")
 
     def __init__(self, transfer: Transfer, columns: Columns) -> None:
         self.transfer = transfer
@@ -33,6 +35,14 @@ class Run:
         """Rows that have ended well."""
         self.end = len(columns)
         """Rows that will be posted: all, until the transfer is given up."""
+        self._ends: list[int] | None = None
+
+    @property
+    def ends(self) -> list[int]:
+        """For each row, the bytes of it and of all before it."""
+        if self._ends is None:
+            self._ends = np.cumsum(self.columns.lengths, dtype=np.uint64).tolist()
+        return self._ends
 
     @property
     def waits(self) -> bool:

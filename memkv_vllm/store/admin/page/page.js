@@ -200,9 +200,9 @@ function showTables(status, namespaces) {
     [...keys].map(([key, sum]) => [key, count(sum.sessions), count(sum.requests), bytes(sum.put), bytes(sum.get)]),
     "no session is open");
   $("sessions-note").textContent = shown(status.sessions);
-  fillTable("sessions", ["peer", "key id", "kind", "in flight", "requests", "put", "get"],
+  fillTable("sessions", ["peer", "key id", "kind", "bytes over", "in flight", "requests", "put", "get"],
     status.sessions.slice(0, MAX_TABLE_ROWS).map((session) => [
-      session.peer, session.key_id, session.kind, count(session.inflight), count(session.requests),
+      session.peer, session.key_id, session.kind, session.data_path, count(session.inflight), count(session.requests),
       bytes(session.put_bytes), bytes(session.get_bytes),
     ]), "no session is open");
   const plain = /^(connections|disk_hits|sessions|sessions_closed|requests_(?!refused).*|(put|get)_(ok|exists|absent|bytes))$/;
