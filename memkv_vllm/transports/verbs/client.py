@@ -260,8 +260,7 @@ class VerbsClientTransport:
         self._knobs = Knobs(gid_index, traffic_class, service_level, mtu)
         self._num_queue_pairs = num_queue_pairs
         self._rank, self._num_ranks, self._gpu = rank, num_ranks, gpu
-        self._tls = client_context(tls_ca) if tls else None
-        self._tls_server_name = tls_server_name
+        self._tls, self._tls_server_name = client_context(tls_ca) if tls else None, tls_server_name
         self._root = root
         self._said: set[str] = set()
         self._unreleased: set[PassiveEnd] = set()
