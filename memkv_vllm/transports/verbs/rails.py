@@ -88,7 +88,7 @@ class Rails:
                 "service_level=%d rate=%s max_reads=%d library=%s reason=%r",
                 rail.device,
                 rail.port,
-                IPv6Address(rail.gid),
+                gid_address(rail.gid),
                 rail.gid_index,
                 port.mtu,
                 rail.address or "",
