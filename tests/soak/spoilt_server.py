@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from memkv_vllm.cli import main
+from memkv_vllm.store.batches import Batches
+from memkv_vllm.store.entries import Entry
 from memkv_vllm.store.handler import StoreHandler
 from memkv_vllm.store.table import Table
 from memkv_vllm.transports.faults import BitFlip, FaultPlan, Operation
@@ -46,7 +48,17 @@ def risen_value() -> None:
 
 def no_hits() -> None:
     """Puts are confirmed and nothing is kept."""
-    _replace(Table, "commit", lambda was: lambda self, *args, **more: was(self, *args, **more) and self.delete(args[0]))
+
+    def commit(was: Any) -> Any:
+        def lose(self: Any, entries: Sequence[Entry]) -> list[bool]:
+            visible: list[bool] = was(self, entries)
+            for entry in [entry for entry, there in zip(entries, visible, strict=True) if there]:
+                self._content.remove(entry)
+            return visible
+
+        return lose
+
+    _replace(Batches, "commit", commit)
 
 
 def _server_transports() -> list[type[Any]]:
