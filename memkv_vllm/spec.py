@@ -29,6 +29,9 @@ __all__ = ["MemKVOffloadingSpec"]
 
 logger = logging.getLogger("memkv.integration.spec")
 
+SETTLE_S = 1.0
+"""How long a start waits for the scheduler side's first connections; one on a healthy network takes milliseconds."""
+
 
 class MemKVOffloadingSpec(compat.OffloadingSpec):
     """MemKV as an offload medium, direct mode. Constructor arguments are vLLM's, of any supported release.
@@ -79,6 +82,8 @@ class MemKVOffloadingSpec(compat.OffloadingSpec):
             probe_timeout_s=direct.lookup_timeout_s,
         )
         prober.start()
+        # vLLM takes requests as soon as this returns, and what they ask of a server not connected yet would be missed.
+        prober.settle(min(self._cluster.connect_timeout_s, SETTLE_S))
         logger.info("event=manager_started %s %s", self._where(), self._manifest.to_json().decode())
         return MemKVOffloadingManager(
             namespace=self._manifest,

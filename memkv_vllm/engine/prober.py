@@ -106,6 +106,16 @@ class Prober:
         """Start the loop thread. Returns at once; servers are connected in the background."""
         self._thread.start()
 
+    def settle(self, limit_s: float) -> None:
+        """Wait until every server was tried once, ``limit_s`` seconds at most, so that the first lookups find those up.
+
+        Never raises: a server that is not up is connected later, in the background.
+        """
+        try:
+            self._thread.call(self._try_all, limit_s, timeout_s=limit_s + 1.0)
+        except (EngineStopped, TimeoutError) as error:
+            logger.info("event=prober_not_settled thread=%s reason=%r", self._thread.name, str(error))
+
     def submit(self, prefixes: Sequence[bytes]) -> None:
         """Ask for these blocks; never waits. Every prefix gets exactly one answer.
 
@@ -179,6 +189,10 @@ class Prober:
                 await self._client.run()
             finally:
                 self._tasks = None
+
+    async def _try_all(self, limit_s: float) -> None:
+        if self._client is not None:
+            await self._client.first_problems(limit_s)
 
     def _changed(self) -> None:
         assert self._client is not None

@@ -64,6 +64,27 @@ def test_one_batch_per_server_and_one_answer_per_block(three: Cluster) -> None:
         assert seen.prober.poll() == []
 
 
+def test_a_settled_prober_has_tried_every_server(three: Cluster) -> None:
+    """P029: the first lookups after a start are answered by the servers that are up, and do not wait for those that are
+    not."""
+    settings = three.settings()
+    with rank(settings) as one:
+        one.ready(3).stored(range(30))
+    three.servers["b"].stop()
+    with lookups(settings) as seen:
+        seen.prober.settle(10.0)
+        assert seen.prober.statistics().servers_ready == 2
+        answers = seen.ask(range(30))
+        lost = three.owned_by("b", range(30))
+        assert {number for number, answer in answers.items() if not answer.present} == set(lost)
+
+
+def test_a_prober_settles_when_its_loop_has_ended(three: Cluster) -> None:
+    with lookups(three.settings()) as seen:
+        seen.prober.close()
+        seen.prober.settle(10.0)
+
+
 def test_a_large_step_is_cut_into_batches_that_the_server_takes(tmp_path: Path) -> None:
     with Cluster(tmp_path) as cluster, lookups(cluster.settings()) as seen:
         assert seen.ready().ask(range(2500)).keys() == set(range(2500))
