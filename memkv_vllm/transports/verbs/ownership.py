@@ -17,6 +17,7 @@ import atexit
 import ctypes
 import errno
 import threading
+from abc import ABC, abstractmethod
 from typing import TypeVar
 
 from memkv_vllm.transports.verbs.provider import VerbsError
@@ -69,7 +70,7 @@ def _leave_open() -> None:
         ledger.keep_for_ever()
 
 
-class Owned:
+class Owned(ABC):
     """One object of the library; its class wraps the handle and says how it is destroyed.
 
     Args:
@@ -135,9 +136,9 @@ class Owned:
         if self._closing:
             raise VerbsError(call, errno.EBADF)
 
+    @abstractmethod
     def _destroy(self) -> None:
         """Destroy the library's object; called once."""
-        raise NotImplementedError
 
     def _adopt(self, dependent: Owned) -> None:
         with self._members:
