@@ -28,13 +28,16 @@ from statistics import median
 from benchmarks.bench_loopback import make_rings, measure_case
 from benchmarks.geometry import ARENA_BYTES, BATCHES, CONCURRENCIES, MAX_BATCH_BYTES, SIZES, Durations, Shape
 from benchmarks.rows import Case, read_rows, write_row
-from benchmarks.server import ServerProcess
+from benchmarks.server import IDLE_POLL_US, ServerProcess
 from benchmarks.staging import staging_memory
 from benchmarks.tcp_limit import TcpLimit
 from benchmarks.transport_driver import TransportDriver
 
 PEER, LIMIT = "memkv-tcp", "limit-tcp"
 MIN_ARENA_BYTES = ARENA_BYTES
+
+FIGURES = (("gbps", "cpu_s_per_gb"), ("p50_us", "cpu_us_per_key"))
+"""What is compared, speed and cost: of puts and gets, and of probes."""
 
 Emit = Callable[[dict[str, object]], None]
 
@@ -43,7 +46,7 @@ def one_round(number: int, options: argparse.Namespace, emit: Emit) -> None:
     """Every case once, with a server and a client of its own."""
     times = Durations(options.warm, options.seconds)
     with ExitStack() as stack:
-        server = stack.enter_context(ServerProcess(MIN_ARENA_BYTES, transport="tcp"))
+        server = stack.enter_context(ServerProcess(MIN_ARENA_BYTES, transport="tcp", idle_poll_us=options.idle_poll_us))
         staging = stack.enter_context(staging_memory("bench-staging"))
         driver = stack.enter_context(
             TransportDriver(
@@ -56,7 +59,8 @@ def one_round(number: int, options: argparse.Namespace, emit: Emit) -> None:
                     shape = Shape(value_bytes, batch, workers)
                     for verify in options.verify:
                         rings = make_rings(verify, shape, number)
-                        for op in ("put", "get"):
+                        probes = value_bytes == min(options.sizes) and verify == "off"
+                        for op in ("put", "get", "exists") if probes else ("put", "get"):
                             call = partial(driver.measure, op, shape, rings, check=verify == "full", times=times)
                             case = Case(PEER, op, value_bytes, batch, workers, verify, number)
                             emit(measure_case(case, call))
@@ -79,20 +83,24 @@ def peer_round(number: int, command: str, folder: Path | None, emit: Emit) -> No
 
 
 def ratios(rows: Sequence[dict[str, object]], peer: str, verify: str) -> list[str]:
-    """A line per case that both have: ours against theirs, of medians, with the rounds' lowest and highest."""
+    """A line per case that both have: ours against theirs, of medians, with the rounds' lowest and highest.
+
+    Puts and gets by GB/s and CPU per GB, probes by the median latency of a call and CPU per key.
+    """
     seen: dict[tuple[object, ...], dict[str, dict[object, dict[str, float]]]] = defaultdict(lambda: defaultdict(dict))
     for row in rows:
         ours = row.get("peer") == PEER and row.get("verify") == verify
-        if "error" in row or not (ours or row.get("peer") == peer) or row.get("op") == "exists":
+        if "error" in row or not (ours or row.get("peer") == peer):
             continue
         key = (row["op"], row["value_bytes"], row["concurrency"], row["batch"])
-        figures = {name: float(str(row[name])) for name in ("gbps", "cpu_s_per_gb")}
+        figures = {name: float(str(row[name])) for name in FIGURES[row["op"] == "exists"]}
         seen[key]["ours" if ours else "theirs"][row["round"]] = figures
-    lines = [f"{'case':36s} {'GB/s':>15s} {'ratio':>22s} {'CPU-s/GB':>15s} {'ratio':>22s}"]
+    lines = [f"{'case':36s} {'GB/s or us':>15s} {'ratio':>22s} {'CPU-s/GB, us/key':>16s} {'ratio':>22s}"]
     for (op, size, workers, batch), both in sorted(seen.items(), key=str):
         if {"ours", "theirs"} <= both.keys():
             label = f"{op} {int(str(size)) >> 10} KiB x {batch}, {workers} at once, {verify}"
-            lines.append(f"{label:36s} {_compared(both, 'gbps')} {_compared(both, 'cpu_s_per_gb')}")
+            speed, cpu = FIGURES[op == "exists"]
+            lines.append(f"{label:36s} {_compared(both, speed)} {_compared(both, cpu)}")
     return lines
 
 
@@ -118,6 +126,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, nargs="+", default=CONCURRENCIES)
     parser.add_argument("--verify", nargs="+", choices=("off", "full"), default=("off", "full"))
     parser.add_argument("--num-connections", type=int, default=4)
+    parser.add_argument("--idle-poll-us", type=int, default=IDLE_POLL_US, help="the server's setting of that name")
     parser.add_argument("--limit", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--peer-command", help="another system's script, run once a round")
     parser.add_argument("--peer-folder", type=Path, help="where to run it")

@@ -23,12 +23,14 @@ from types import TracebackType
 import anyio
 from anyio.abc import TaskGroup
 
+from benchmarks.server import IDLE_POLL_US
 from memkv_vllm.config import dev_server_config
 from memkv_vllm.protocol.messages import Register
 from memkv_vllm.protocol.session import Established
 from memkv_vllm.store.arena import ArenaAllocator
 from memkv_vllm.store.eviction import LruPolicy
 from memkv_vllm.store.handler import StoreHandler
+from memkv_vllm.store.polling import loop_factory
 from memkv_vllm.transports.base import Bulk, Move
 from memkv_vllm.transports.memory import HostMemory
 from memkv_vllm.transports.serving import LiveSessions, ServeOptions, serve_control
@@ -189,7 +191,8 @@ class ControlServer:
 
 def main() -> None:
     """See the module's text."""
-    anyio.run(serve, bytes.fromhex(sys.stdin.readline()))
+    options = {"loop_factory": loop_factory(IDLE_POLL_US * 1e-6)}
+    anyio.run(serve, bytes.fromhex(sys.stdin.readline()), backend_options=options)
 
 
 if __name__ == "__main__":

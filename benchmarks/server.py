@@ -1,7 +1,8 @@
 """A store in a process of its own: what ``memkv start`` runs, with the benchmark's arena.
 
-As a program: ``python -m benchmarks.server HOST ARENA_BYTES POPULATE TRANSPORT``, the key in hexadecimal on stdin. Any
-other transport than ``loopback`` and ``tcp`` is the name of an RDMA device, on which it serves verbs.
+As a program: ``python -m benchmarks.server HOST ARENA_BYTES POPULATE TRANSPORT IDLE_POLL_US``, the key in
+hexadecimal on stdin. Any other transport than ``loopback`` and ``tcp`` is the name of an RDMA device, on which it
+serves verbs.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ from types import TracebackType
 
 import anyio
 
-from memkv_vllm.config import dev_server_config
+from memkv_vllm.config import NetworkConfig, ServerConfig, dev_server_config
+from memkv_vllm.store.polling import loop_factory
 from memkv_vllm.store.server import StoreServer
 from memkv_vllm.transports.loopback import LoopbackServerTransport
 from memkv_vllm.transports.tcp import TcpServerTransport
 from memkv_vllm.transports.verbs.datapath import VerbsDataPath
 
 READY = "ready"
+IDLE_POLL_US: int = NetworkConfig.model_fields["idle_poll_us"].default
 _STOP_S, _POPULATE_S = 10.0, 120.0
 _ROOT = Path(__file__).resolve().parent.parent
 
@@ -34,6 +37,7 @@ class ServerProcess:
         populate: as for ``StoreServer``; the server is ready for use when the arena is populated.
         transport: ``loopback``, ``tcp``, or the name of an RDMA device.
         host: where it listens.
+        idle_poll_us: the setting ``network.idle_poll_us``.
 
     Attributes:
         port: where it listens.
@@ -42,8 +46,15 @@ class ServerProcess:
     """
 
     def __init__(
-        self, arena_bytes: int, *, populate: bool = True, transport: str = "loopback", host: str = "127.0.0.1"
+        self,
+        arena_bytes: int,
+        *,
+        populate: bool = True,
+        transport: str = "loopback",
+        host: str = "127.0.0.1",
+        idle_poll_us: int = IDLE_POLL_US,
     ) -> None:
+        self.idle_poll_us = idle_poll_us
         self.transport = transport
         self.host = host
         self.key = os.urandom(32)
@@ -55,6 +66,7 @@ class ServerProcess:
 
     def __enter__(self) -> ServerProcess:
         arguments = [self.host, str(self._arena_bytes), str(int(self._populate)), self.transport]
+        arguments.append(str(self.idle_poll_us))
         self._process = process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.server", *arguments],
             stdin=subprocess.PIPE,
@@ -107,9 +119,8 @@ class ServerProcess:
         return 0
 
 
-async def serve(host: str, arena_bytes: int, populate: bool, transport_name: str, key: bytes) -> None:
+async def serve(config: ServerConfig, populate: bool, transport_name: str) -> None:
     """Serve until killed; prints the port once clients may come."""
-    config = dev_server_config(key, address=f"{host}:0", max_size=arena_bytes)
     transport: LoopbackServerTransport | TcpServerTransport
     if transport_name == "loopback":
         transport = LoopbackServerTransport.from_config(config)
@@ -123,8 +134,12 @@ async def serve(host: str, arena_bytes: int, populate: bool, transport_name: str
 
 def main(arguments: list[str]) -> None:
     """See the module's text."""
-    arena_bytes, populate = (int(text) for text in arguments[1:3])
-    anyio.run(serve, arguments[0], arena_bytes, bool(populate), arguments[3], bytes.fromhex(sys.stdin.readline()))
+    host, arena_bytes, populate, transport, idle_poll_us = arguments
+    overrides = {"network": {"idle_poll_us": int(idle_poll_us)}}
+    key = bytes.fromhex(sys.stdin.readline())
+    config = dev_server_config(key, address=f"{host}:0", max_size=int(arena_bytes), overrides=overrides)
+    options = {"loop_factory": loop_factory(config.network.idle_poll_us * 1e-6)}
+    anyio.run(serve, config, bool(int(populate)), transport, backend_options=options)
 
 
 if __name__ == "__main__":

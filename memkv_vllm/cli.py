@@ -142,6 +142,7 @@ def _serve(config: ServerConfig, exports: Mapping[str, str], load: Callable[[], 
     import anyio
 
     from memkv_vllm.serve import serve_until_signal
+    from memkv_vllm.store.polling import loop_factory
     from memkv_vllm.transports.loopback import LoopbackServerTransport
     from memkv_vllm.transports.tcp import TcpServerTransport
 
@@ -153,7 +154,8 @@ def _serve(config: ServerConfig, exports: Mapping[str, str], load: Callable[[], 
         _announce("{}:{}".format(*server.addresses[0]), str(admin), exports)
 
     try:
-        anyio.run(serve_until_signal, config, transports, announce, load, backend="asyncio")
+        options = {"loop_factory": loop_factory(config.network.idle_poll_us * 1e-6)}
+        anyio.run(serve_until_signal, config, transports, announce, load, backend="asyncio", backend_options=options)
     finally:
         tcp.close()
 

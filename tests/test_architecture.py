@@ -163,8 +163,8 @@ ROOMS = {
     "store": {
         "__init__", "admission", "arena", "batches", "bulkqueue", "commands", "content", "disk_index", "entries",
         "eviction", "fetching", "garbage", "handler", "keyring", "latency", "license", "maintenance", "manifests",
-        "policies", "reloading", "requests", "residency", "room", "s3fifo", "server", "sessions", "spaces", "table",
-        "transfers", "turns",
+        "policies", "polling", "reloading", "requests", "residency", "room", "s3fifo", "server", "sessions", "spaces",
+        "table", "transfers", "turns",
     },
     "store/log": {
         "__init__", "api", "drive", "drivelog", "format", "handles", "journal", "journaling", "medium", "membership",

@@ -93,6 +93,13 @@ class Batches:
                     (reserved[index],) = self._insert(values, [index], [offset], now)
         return statuses, reserved
 
+    def drain(self) -> None:
+        """Frees what :meth:`reserve` left to be freed above the high watermark: best while the bytes are on their way.
+
+        It costs up to half a millisecond for a batch of 64. A second call does nothing.
+        """
+        self._room.drain()
+
     def commit(self, entries: Sequence[Entry]) -> list[bool]:
         """Makes reserved values visible; all their bytes must be in place and checked.
 

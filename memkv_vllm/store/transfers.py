@@ -13,6 +13,7 @@ deadline, else when the transport reports the session as closed. So no late writ
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections import Counter
@@ -158,6 +159,8 @@ class Transfers:
         job = self._job(session, BulkKind.PUT, request)
         try:
             self._reserve(job, request)
+            # In the next turn of the loop: as a rule the bytes are on their way by then.
+            asyncio.get_running_loop().call_soon(self._batches.drain)
             await self._run(job, list(job.uses))
         finally:
             if job.uses:

@@ -186,8 +186,34 @@ def test_a_batch_drains_above_the_watermark_as_its_values_would_have() -> None:
     for first in range(0, 90, 10):
         store.put(*range(first, first + 10))
     assert store.arena.used == 900
-    store.put(90, 91)  # sixteen more for each at the most: 32 of the 42 that are above the low watermark
+    store.put(90, 91)
+    assert store.arena.used == 920, "nothing had to go for these: what is above the watermark is left to the caller"
+    store.batches.drain()  # sixteen more for each at the most: 32 of the 42 that are above the low watermark
     assert store.arena.used == 600
+    store.batches.drain()
+    assert store.arena.used == 600
+
+
+def test_what_a_batch_left_above_the_watermark_goes_before_the_next_one() -> None:
+    store = Store(size=1000, high_watermark=0.9, low_watermark=0.5)
+    for first in range(0, 90, 10):
+        store.put(*range(first, first + 10))
+    store.put(90, 91)
+    store.put(92, 93)
+    assert store.arena.used == 620
+    store.batches.drain()
+    assert store.arena.used == 500
+
+
+def test_a_large_batch_frees_no_more_than_the_loop_can_bear() -> None:
+    store = Store(size=20_000, high_watermark=0.9, low_watermark=0.5)
+    for first in range(0, 1800, 100):
+        store.put(*range(first, first + 100))
+    for first, freed in ((1800, 128), (1900, 200)):  # twice its own values, so that it falls with every batch
+        store.put(*range(first, first + (64 if first == 1800 else 100)))
+        before = store.arena.used
+        store.batches.drain()
+        assert before - store.arena.used == 10 * freed
 
 
 def test_a_victim_with_a_record_stays_on_disk(store: Store) -> None:

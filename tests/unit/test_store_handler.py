@@ -157,6 +157,21 @@ async def test_a_full_store_keeps_accepting() -> None:
         assert [result.status for result in results] == [Status.ABSENT] * 42 + [Status.OK] * 8
 
 
+async def test_what_is_above_the_watermark_goes_while_the_bytes_of_a_batch_are_on_their_way() -> None:
+    eviction = {"eviction": {"high_watermark": 0.75, "low_watermark": 0.25}}
+    with Rig(size=16 * VALUE, overrides={"storage": eviction}) as rig:
+        peer = await rig.connect()
+        await rig.put(peer, {make_key(block): value(block) for block in range(12)})
+        gate = peer.bulk.hook = Gate()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(rig.put, peer, {make_key(block): value(block) for block in (12, 13)})
+            await gate.reached.wait()
+            await anyio.wait_all_tasks_blocked()
+            assert rig.arena.used == 4 * VALUE
+            gate.open.set()
+        assert [rig.exists(make_key(block)) for block in range(9, 14)] == [False, True, True, True, True]
+
+
 async def test_a_value_larger_than_the_arena_is_refused_by_itself() -> None:
     with Rig(size=8 * VALUE) as rig:
         peer = await rig.connect()
