@@ -26,6 +26,7 @@ from memkv_vllm.errors import EnvironmentFault
 from memkv_vllm.observe import LineFormatter
 from memkv_vllm.protocol.auth import Credentials
 from memkv_vllm.protocol.session import PeerKind
+from memkv_vllm.store.polling import PollingSelector
 from memkv_vllm.transports.registry import client_transport
 from memkv_vllm.types import Deadline
 
@@ -211,6 +212,27 @@ def test_start_with_a_missing_file(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "none.yaml" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("network", "polls"), [("", True), (", idle_poll_us: 70", True), (", idle_poll_us: 0", False)])
+def test_a_server_looks_for_the_next_request_as_long_as_its_setting_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, network: str, polls: bool
+) -> None:
+    path = tmp_path / "server.yaml"
+    path.write_text(f"network: {{address: 127.0.0.1:0, auth_key: {'5e' * 32}{network}}}\nmemory: {{max_size: 8MiB}}\n")
+    path.chmod(0o600)
+    loops = []
+
+    def keep(*_: object, backend_options: dict[str, Any], **__: object) -> None:
+        loops.append(backend_options["loop_factory"]())
+
+    monkeypatch.setattr(anyio, "run", keep)
+    assert run("start", "--config", str(path)).exit_code == 0
+    (loop,) = loops
+    assert isinstance(loop._selector, PollingSelector) == polls
+    if polls:
+        assert repr(loop._selector._idle) == f"<IdlePoll 0 of {70 if network else 200} us>"
+    loop.close()
 
 
 @contextmanager
