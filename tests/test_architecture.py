@@ -100,8 +100,8 @@ PURE = {
     "memkv_vllm.topology.rails",
     "memkv_vllm.transports.regions", "memkv_vllm.transports.tcp.commands", "memkv_vllm.transports.tcp.pieces",
     "memkv_vllm.transports.verbs.endpoints", "memkv_vllm.transports.verbs.planning",
-    "memkv_vllm.transports.verbs.sendqueue", "memkv_vllm.transports.verbs.statuses",
-    "memkv_vllm.transports.verbs.watching",
+    "memkv_vllm.transports.verbs.probing", "memkv_vllm.transports.verbs.sendqueue",
+    "memkv_vllm.transports.verbs.statuses", "memkv_vllm.transports.verbs.watching",
 }  # fmt: skip
 """No socket, thread, clock, event loop or file in these (a package name stands for all of it): time is an argument."""
 
@@ -182,9 +182,9 @@ ROOMS = {
     },
     "transports/verbs": {
         "__init__", "abi", "active", "bulk", "client", "datapath", "endpoints", "facts", "gpu_memory", "injecting",
-        "libibverbs", "opening", "ownership", "passive", "planning", "preflight", "provider", "providers",
-        "pyverbs_provider", "queuepairs", "quiet_pyverbs", "rails", "sendqueue", "statuses", "structs", "symbols",
-        "threads", "transfers", "watching",
+        "libibverbs", "opening", "ownership", "passive", "planning", "preflight", "probing", "provider",
+        "providers", "pyverbs_provider", "queuepairs", "quiet_pyverbs", "rails", "sendqueue", "statuses", "structs",
+        "symbols", "threads", "transfers", "watching",
     },
 }  # fmt: skip
 """Every module of the package. A new one is added here and, if it is a new room, to CONTRIBUTING.md."""

@@ -75,7 +75,7 @@ async def test_each_region_is_unmapped_exactly_once(factory: TransportFactory) -
     async with serving(factory) as server:
         async with connected(factory, server.address, region_bytes=MIB) as client:
             await use(client)
-            left = held().mappings - factory.maps_regions
+            left = held().mappings - factory.unmaps_at_fence
             (peer,) = server.handler.peers.values()
             await client.connection.fence(soon())
             assert held().mappings == left

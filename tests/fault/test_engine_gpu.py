@@ -24,6 +24,7 @@ from memkv_vllm.integration.gpu_staging import GpuMedium
 from memkv_vllm.protocol.session import PeerKind
 from memkv_vllm.transports.base import Region
 from memkv_vllm.transports.registry import Transports
+from memkv_vllm.transports.verbs.endpoints import LANDING_BYTES
 from memkv_vllm.types import LossReason, VerifyMode
 from tests.support.fake_cuda import H200, FakeDriver, GpuArrayMover, ReachingTransport
 from tests.support.ranks import VALUE, Rank, eventually, rank, staging_plan
@@ -197,6 +198,7 @@ def test_values_go_round_and_hosts_of_both_media_share_them(stores: VerbsStores)
 def test_an_engine_whose_nic_takes_no_gpu_memory_does_not_start(stores: VerbsStores) -> None:
     """P075. ``memkv_scratch_medium`` is settled before, by a trial; here a NIC has changed its mind since."""
     stores.world.client_nic.troubles.refuse = {"ibv_reg_dmabuf_mr": errno.EOPNOTSUPP, "ibv_reg_mr": errno.EFAULT}
+    stores.world.client_nic.troubles.spared_bytes = LANDING_BYTES  # host memory, which any NIC reaches
     driver = FakeDriver()
     begun = time.monotonic()
     with (

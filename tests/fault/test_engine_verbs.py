@@ -157,6 +157,18 @@ def test_it_refuses_where_packets_vanish(stores: VerbsStores) -> None:
     assert "server a:" in refused(stores)
 
 
+@pytest.mark.parametrize("sender", ["client", "server"])
+def test_it_refuses_where_large_packets_of_one_direction_vanish(stores: VerbsStores, sender: str) -> None:
+    """P078: in the other direction all is well, and so is every small packet: only gets would time out."""
+    nics = {"client": stores.world.client_nic, "server": stores.world.server_nic}
+    nics[sender].troubles.narrow_bytes = 1500
+    receiver = "server" if sender == "client" else "client"
+    reason = refused(stores)
+    assert reason.count(f"packets of 4096 bytes from the {sender} to the {receiver} do not arrive") == 2
+    assert f"from the {receiver} to the {sender}" not in reason
+    assert "MTU 4096: check that" in reason
+
+
 def test_it_refuses_without_its_named_nic_before_anything_is_connected(stores: VerbsStores) -> None:
     """P073."""
     assert "mlx5_7 is not on this host" in refused(stores, rdma_devices=("mlx5_7",))

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,11 @@ from memkv_vllm.transports.memory import HostMemory
 from memkv_vllm.transports.tcp import TcpServerTransport
 from memkv_vllm.transports.verbs import VerbsDataPath
 from memkv_vllm.transports.verbs.client import VerbsConnection
-from memkv_vllm.transports.verbs.endpoints import Endpoint, QueuePairEnd, RegionToken
+from memkv_vllm.transports.verbs.endpoints import NOWHERE, Endpoint, QueuePairEnd, RegionToken
 from memkv_vllm.transports.verbs.opening import Knobs, rail_of
 from memkv_vllm.transports.verbs.passive import PassiveEnd
 from memkv_vllm.types import Extent, MemoryKind, Status
-from tests.support.fake_verbs import FakeQueuePair
+from tests.support.fake_verbs import FakeMemoryRegion, FakeQueuePair
 from tests.support.harness import wait_until
 from tests.support.scripted import soon
 from tests.support.store import LAYOUT, make_key
@@ -232,8 +232,8 @@ async def test_foreign_keys_reach_nothing(tmp_path: Path) -> None:
     """The keys and addresses of another client's memory, and queue pairs of its: neither is read nor written."""
     async with site(tmp_path) as at, client(at) as other:
         other.memory.view(0, MIB)[:] = b"\x5a" * MIB
-        theirs = next(iter(next(iter(at.world.client_library.ledger._live)).__dict__.get("regions", {})), None)
-        token = RegionToken(other.memory.address, theirs or 0x100)
+        (theirs,) = [region.rkey for region in regions_of(at) if region.address == other.memory.address]
+        token = RegionToken(other.memory.address, theirs)
         end = at.end(2)
         async with client(at, registered=False) as peer:
             ours = end.make()
@@ -252,6 +252,32 @@ async def test_foreign_keys_reach_nothing(tmp_path: Path) -> None:
             assert isinstance(error, StoreError) and "RETRY_EXC_ERR" in str(error)
         assert bytes(other.memory.view(0, MIB)) == b"\x5a" * MIB
         assert await other.put(range(2)) == [Status.OK] * 2
+
+
+async def test_a_landing_in_anothers_memory(tmp_path: Path) -> None:
+    """A client has the server WRITE to where another client of the same host keeps its bytes: its own NIC refuses."""
+    async with site(tmp_path) as at, client(at) as other:
+        other.memory.view(0, MIB)[:] = b"\x5a" * MIB
+        (theirs,) = [region.rkey for region in regions_of(at) if region.address == other.memory.address]
+        stolen = RegionToken(other.memory.address, theirs)
+        end = at.end(2)
+        async with client(at, registered=False) as peer:
+            ours = replace(end.make(), landing=stolen)
+            answer = Endpoint.unpack(await peer.connection.request(Connect("verbs", ours.pack()), soon()))
+            assert answer.landing == NOWHERE, "nobody reaches the server's memory"
+            end.connect(answer)
+            token = end.register(Region(1, MemoryKind.HOST, MIB, peer.memory))
+            error = await refused(peer, Register(1, MemoryKind.HOST, MIB, token.pack()))
+            assert isinstance(error, StoreError)
+            assert "the server's WRITE to the client" in str(error) and "REM_ACCESS_ERR" in str(error)
+            assert end.close(5.0)
+        assert bytes(other.memory.view(0, MIB)) == b"\x5a" * MIB
+        assert await other.put(range(2)) == [Status.OK] * 2
+
+
+def regions_of(at: Site) -> list[FakeMemoryRegion]:
+    """All that is registered on the clients' host."""
+    return [owned for owned in at.world.client_library.ledger._live if isinstance(owned, FakeMemoryRegion)]
 
 
 @pytest.mark.parametrize("limit", [{"max_queue_pairs": 10}, {"max_completions": 1}])

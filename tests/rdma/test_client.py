@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.support.cable import A, B, Cable
+from tests.support.cable import A, B, Cable, End
 from tests.support.cable_store import cable_store
 from tests.support.engine_start import REFUSED
 
@@ -242,11 +242,16 @@ def test_a_server_that_does_not_serve_this_rail(tmp_path: Path) -> None:
     assert "10.78.0.1" in reason and "rxe0:1" in reason
 
 
-def test_a_path_that_loses_large_packets(tmp_path: Path, cable: Cable) -> None:
-    """The black hole: connections and small packets pass, what a value is made of does not."""
+@pytest.mark.parametrize(
+    ("sender", "says"),
+    [(A, "4096 bytes from the server to the client do not arrive"), (B, "from the client to the server do not arrive")],
+    ids=["from the server", "from the client"],
+)
+def test_a_path_that_loses_large_packets(tmp_path: Path, cable: Cable, sender: End, says: str) -> None:
+    """P078, the black hole: connections and small packets pass, what a value is made of does not, in one direction."""
     with cable_store(tmp_path) as on_cable:
-        cable.narrow(B, 1500)
+        cable.narrow(sender, 1500)
         key = on_cable.config.auth_key.get_secret_value()
         reason = refusal(f"{A.address}:{on_cable.port}", auth_key=key.hex(), rdma_devices=B.device)
-    for part in ("answers, but does not reach this host's memory over RDMA", A.address, B.address, "MTU"):
+    for part in ("answers, but does not reach this host's memory over RDMA", A.address, B.address, "MTU", says):
         assert part in reason

@@ -22,11 +22,15 @@ from memkv_vllm.config import load_client_config
 from memkv_vllm.engine.api import EngineStatistics
 from memkv_vllm.engine.client import ClusterSettings
 from memkv_vllm.errors import ConnectionLost, DataPathError, RequestTimeout, Scope
+from memkv_vllm.protocol.auth import Credentials
+from memkv_vllm.protocol.session import PeerKind
+from memkv_vllm.transports.base import Region
 from memkv_vllm.transports.verbs.passive import PassiveEnd
-from memkv_vllm.types import LossReason, Status
+from memkv_vllm.types import LossReason, MemoryKind, Status
 from tests.support.actors import ROOT
 from tests.support.cable import A, B, Cable, End
-from tests.support.cable_store import CableStore, ValueClient, cable_store
+from tests.support.cable_store import CableStore, ClientFactory, ValueClient, cable_store
+from tests.support.harness import drive
 from tests.support.ranks import Rank, eventually, rank, staging_plan
 from tests.support.scripted import soon
 
@@ -171,6 +175,12 @@ async def test_a_region_offered_with_a_wrong_key(tmp_path: Path, cable: Cable, m
 
 # ------------------------------------------------------------------------------------------------------ the cable
 
+LARGE_LOST = {
+    A: "the server's WRITE to the client: packets of 4096 bytes from the server to the client do not arrive",
+    B: "the server's READ of the client's memory: packets of 4096 bytes from the client to the server do not arrive",
+}
+"""What is said of large packets that leave an end and are lost."""
+
 
 @pytest.mark.anyio
 async def test_one_packet_in_a_hundred_is_lost(tmp_path: Path, cable: Cable) -> None:
@@ -203,14 +213,11 @@ async def test_completions_that_never_come(tmp_path: Path, cable: Cable) -> None
 
 
 @pytest.mark.anyio
-async def test_a_way_that_carries_only_small_packets(tmp_path: Path, cable: Cable) -> None:
-    """P070, P078: control works, and RDMA does not: found when the region is registered, with what to look at.
-
-    From the client to the server only: what soft-RoCE sends itself and loses for its size, it sends again for ever,
-    and leaves the machine no time for anything else.
-    """
+@pytest.mark.parametrize("sender", [A, B], ids=["from the server", "from the client"])
+async def test_a_way_that_carries_only_small_packets(tmp_path: Path, cable: Cable, sender: End) -> None:
+    """P070, P078: control works, and RDMA in the other direction: found when the region is registered, and named."""
     with cable_store(tmp_path) as store:
-        cable.narrow(B, 1500)
+        cable.narrow(sender, 1500)
         start = time.monotonic()
         with pytest.raises(DataPathError) as caught:
             async with store.client():
@@ -218,10 +225,34 @@ async def test_a_way_that_carries_only_small_packets(tmp_path: Path, cable: Cabl
         assert time.monotonic() - start < 20
         text = str(caught.value)
         assert "RDMA probe failed" in text and "MTU" in text and "4791" in text, text
+        assert LARGE_LOST[sender] in text and LARGE_LOST[sender.other] not in text, text
         assert A.address in text and B.device in text, text
         await store.wait_counted("rdma_probe_failed")
         cable.repair()
         await works(store)
+
+
+@pytest.mark.anyio
+async def test_memory_that_is_offered_again_while_a_get_fills_it(tmp_path: Path, cable: Cable) -> None:
+    """P041: a new connection with the same memory, as after a reconnect. Its probe READs there and WRITEs elsewhere."""
+    with cable_store(tmp_path) as store:
+        async with store.client() as one:
+            assert await one.put(NUMBERS) == OK
+            one.bytes[:] = REUSED
+            cable.shape(A, delay_s=DELAY_S)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(one.get, NUMBERS)
+                while one.count(REUSED) == one.bytes.size:  # noqa: ASYNC110 - the NIC tells nobody
+                    await anyio.sleep(0.01)
+                transport, credentials = ClientFactory().client(), Credentials(store.key)
+                again = await transport.connect(A.address, store.port, credentials, PeerKind.ENGINE, soon(20))
+                tasks.start_soon(drive, again, [])
+                memory = one.client.memory
+                await again.register(Region(1, MemoryKind.HOST, memory.length, memory), soon(20))
+                assert one.count(REUSED), "the get has ended before the probe: nothing is shown"
+                assert not one.count(0), "the probe wrote to it"
+                await again.aclose()
+            assert one.wrong(NUMBERS) == []
 
 
 @pytest.mark.anyio

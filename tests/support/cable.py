@@ -34,6 +34,8 @@ MTU = 9000
 """Of the interfaces: soft-RoCE then has an MTU of 4096."""
 _QUEUE_PACKETS = 200_000
 """What waits in netem; its own default of 1000 would drop what a long delay holds."""
+_ETHERNET_HEADER, _TCP_HEADERS = 14, 40
+"""Bytes before an IP packet, and of IPv4 and TCP in it."""
 _IFF_UP = 1
 
 
@@ -76,9 +78,10 @@ class Cable:
     def narrow(self, end: End, mtu: int) -> None:
         """Packets over ``mtu`` bytes that leave ``end`` are lost, and no device knows: a switch that is set up wrongly.
 
-        A TCP connection made afterwards sends smaller ones.
+        Those of the other end are not. In place of what :meth:`shape` did to ``end``. A TCP connection made afterwards
+        sends smaller ones: the other end asks for them.
         """
-        _run(*_ways(end, mtu))
+        _run(*_narrow(end, mtu), *_ways(end.other, advmss=mtu - _TCP_HEADERS))
 
     def set_mtu(self, end: End, mtu: int) -> None:
         """The MTU of the interface; its RDMA device follows it, and what is larger is not received either."""
@@ -127,14 +130,17 @@ def _policy(number: int, end: End) -> list[str]:
     ]
 
 
-def _ways(end: End, mtu: int = MTU) -> list[str]:
-    """Commands that make the way from ``end`` to the other one; none while its interface is down."""
+def _ways(end: End, advmss: int = 0) -> list[str]:
+    """Commands that make the way from ``end`` to the other one; none while its interface is down.
+
+    ``advmss``: the largest TCP segment that ``end`` asks the other one for; 0: what its interface takes.
+    """
     if not int(Path("/sys/class/net", end.netdev, "flags").read_text(), 16) & _IFF_UP:
         return []
     there = Path("/sys/class/net", end.other.netdev, "address").read_text().strip()
-    lock = "" if mtu == MTU else f" mtu lock {mtu}"
+    asks = f" advmss {advmss}" if advmss else ""
     return [
-        f"ip route replace {end.other.address} dev {end.netdev} src {end.address} table {end.table}{lock}",
+        f"ip route replace {end.other.address} dev {end.netdev} src {end.address} table {end.table}{asks}",
         f"ip neigh replace {end.other.address} lladdr {there} dev {end.netdev} nud permanent",
     ]
 
@@ -144,6 +150,20 @@ def _shape(end: End, delay_s: float = 0.0, loss: float = 0.0) -> str:
     if not delay_s and not loss:
         return f"{{ tc qdisc del {device} 2>/dev/null || true; }}"
     return f"tc qdisc replace {device} netem delay {delay_s * 1000:.0f}ms loss {loss:.3%} limit {_QUEUE_PACKETS}"
+
+
+def _narrow(end: End, mtu: int) -> list[str]:
+    """Commands that have packets over ``mtu`` bytes get lost behind ``end``.
+
+    A token bucket drops what is larger than itself. It stands below a netem, which takes everything first: soft-RoCE
+    would send again for ever what it is told was dropped, and leave the machine no time for anything else.
+    """
+    device, size = f"dev {end.netdev}", mtu + _ETHERNET_HEADER
+    return [
+        _shape(end),
+        f"tc qdisc add {device} root handle 1: netem limit {_QUEUE_PACKETS}",
+        f"tc qdisc add {device} parent 1:1 tbf rate 1000gbit burst {size} limit {_QUEUE_PACKETS * size}",
+    ]
 
 
 def _run(*commands: str) -> None:

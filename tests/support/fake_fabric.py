@@ -87,6 +87,8 @@ class Troubles:
     on the wire. Only the target can hold it off."""
     silent: bool = False
     """No work request moves anything or completes, until its queue pair fails: a NIC that is stuck."""
+    narrow_bytes: int | None = None
+    """Packets with more payload that leave this NIC are lost: those of its WRITEs, and of what others READ from it."""
     requests: dict[int, Trouble] = field(default_factory=dict)
     """By the number of the work request among all that were posted on this NIC, from 0 (see ``FakeNic.num_posted``)."""
     posts: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -95,6 +97,8 @@ class Troubles:
     """Calls that fail, by name, such as ``ibv_reg_mr``: with this errno. dmabuf is refused unless taken out."""
     slow_s: dict[str, float] = field(default_factory=dict)
     """Calls that take so long, by name."""
+    spared_bytes: int = 0
+    """Registrations of at most so many bytes are neither refused nor slow: those of landings."""
     retry_s: float | None = None
     """How long a request to a peer that is gone takes to fail; None: as the path's timeout and retry count say."""
 

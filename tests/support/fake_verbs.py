@@ -206,7 +206,7 @@ class FakeProtectionDomain(Owned):
         self, call: str, address: int, place: int, length: int, access: Access, memory: mmap.mmap | None
     ) -> FakeMemoryRegion:
         self._check_open("ibv_reg_mr")
-        if call:
+        if call and length > self.device.nic.troubles.spared_bytes:
             self.device.nic._call(call)
         limits = self.device.nic.attributes
         if length > limits.max_region_bytes or length < 1:
@@ -455,6 +455,9 @@ class FakeQueuePair(Owned):
         if peer is None:
             return RETRY_EXC_ERR
         there = self._target(posted, peer)
+        narrow = (peer if posted.opcode == Opcode.READ else self).nic.troubles.narrow_bytes
+        if narrow is not None and self.path is not None and min(posted.length, self.path.mtu) > narrow:
+            return RETRY_EXC_ERR
         if there is None:
             peer._fall()
             return REM_ACCESS_ERR

@@ -51,8 +51,8 @@ class TransportFactory(Protocol):
     """Where servers listen."""
     fence_needs_peer: bool
     """A client's fence waits for the server's answer or death (loopback); else it is local (tcp, verbs)."""
-    maps_regions: bool
-    """The server maps a client's regions into its own process (loopback)."""
+    unmaps_at_fence: bool
+    """A fence ends a mapping: the server's of a client's region (loopback), or a client's landing (verbs)."""
     between_processes: bool
     """Server and client may be different processes; else tests that need that say why they are skipped."""
 
@@ -75,7 +75,7 @@ class LoopbackFactory:
     name = "loopback"
     address = "127.0.0.1"
     fence_needs_peer = True
-    maps_regions = True
+    unmaps_at_fence = True
     between_processes = True
 
     def server(self, faults: FaultPlan | None = None, **options: Any) -> ServerTransport:
@@ -103,7 +103,7 @@ class TcpFactory:
     name = "tcp"
     address = "127.0.0.1"
     fence_needs_peer = False
-    maps_regions = False
+    unmaps_at_fence = False
     between_processes = True
 
     def server(self, faults: FaultPlan | None = None, **options: Any) -> ServerTransport:
@@ -125,6 +125,7 @@ class VerbsFactory(TcpFactory):
     """The verbs transport, over one NIC of this host."""
 
     name = "verbs"
+    unmaps_at_fence = True
     address = "10.77.0.1"
     device = "rxe0"
     """Of the machine that ``scripts/test-rdma`` boots."""

@@ -18,8 +18,8 @@ from memkv_vllm.transports.verbs import libibverbs, opening
 from memkv_vllm.transports.verbs.bulk import VerbsBulk
 from memkv_vllm.transports.verbs.client import DEFAULT_NUM_QUEUE_PAIRS
 
-NUM_PROBES = DEFAULT_NUM_QUEUE_PAIRS
-"""Completions by which a session's region is found good: one for each queue pair."""
+NUM_PROBES = 2 * DEFAULT_NUM_QUEUE_PAIRS
+"""Completions by which a session's region is found good: for each queue pair one of a READ and one of a WRITE."""
 
 
 def patient() -> None:

@@ -38,7 +38,7 @@ class VerbsWorld:
 
     name = "verbs"
     fence_needs_peer = False
-    maps_regions = False
+    unmaps_at_fence = True
     between_processes = False
     offers_verbs = True
     """Whether servers that are made from now on do."""

@@ -14,6 +14,7 @@ import pytest
 from memkv_vllm.errors import DataPathError, EnvironmentFault
 from memkv_vllm.transports.base import ClientTransport, DataPath, Region, RegistrationTrial
 from memkv_vllm.transports.memory import HostMemory
+from memkv_vllm.transports.verbs.endpoints import LANDING_BYTES
 from memkv_vllm.types import Extent, MemoryKind, Status
 from tests.support.harness import MIB, Client, FakeVerbsFactory, Running, connected, serving
 from tests.support.scripted import soon
@@ -39,6 +40,7 @@ def host(tmp_path: Path) -> Iterator[FakeHost]:
 @pytest.fixture
 def refuse(host: FakeHost) -> Iterator[dict[str, int]]:
     """Calls that the NIC refuses; nothing, until a test says otherwise."""
+    host.nics[0].troubles.spared_bytes = LANDING_BYTES  # host memory, which any NIC reaches
     refused = host.nics[0].troubles.refuse = {}
     yield refused
 

@@ -81,7 +81,7 @@ async def test_a_device_with_small_limits(tmp_path: Path, places: int, monkeypat
         assert await pair.bulk.push(moves, soon()) == [OK] * 30
         assert bytes(pair.memory.view(0, 30 * 5_003)) == bytes(pair.arena.view(0, 30 * 5_003))
         assert max(len(opcodes) for _, opcodes in posts.batches) <= places
-        assert sum(len(opcodes) for _, opcodes in posts.batches) == 4 + 30 * 6 * 2 + 2
+        assert sum(len(opcodes) for _, opcodes in posts.batches) == 8 + 30 * 6 * 2 + 2
 
 
 async def test_a_batch_is_shared_out_and_posted_in_bulk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

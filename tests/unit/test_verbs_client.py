@@ -33,6 +33,7 @@ from memkv_vllm.transports.memory import HostMemory
 from memkv_vllm.transports.tls import ServerTls
 from memkv_vllm.transports.verbs import VerbsConnection
 from memkv_vllm.transports.verbs.client import VerbsClientTransport
+from memkv_vllm.transports.verbs.endpoints import LANDING_BYTES
 from memkv_vllm.transports.verbs.preflight import Memlock
 from memkv_vllm.transports.verbs.provider import VerbsError
 from memkv_vllm.types import Extent, MemoryKind, Status
@@ -123,8 +124,8 @@ async def test_several_regions_share_the_queue_pairs(world: VerbsWorld) -> None:
             async with anyio.create_task_group() as tasks:
                 for number, memory in enumerate((first, second)):
                     tasks.start_soon(connection.register, Region(number, MemoryKind.HOST, MIB, memory), soon())
-            # Device, domain, completion queue, four queue pairs, two regions.
-            assert world.num_live == 9
+            # Device, domain, completion queue, four queue pairs, the landing, two regions.
+            assert world.num_live == 10
             await connection.fence(soon())
 
 
@@ -315,11 +316,14 @@ async def test_no_server_there(world: VerbsWorld) -> None:
 @pytest.mark.parametrize(
     "call", ["ibv_open_device", "ibv_alloc_pd", "ibv_create_cq", "ibv_create_qp", "ibv_modify_qp", "ibv_reg_mr"]
 )
-async def test_a_call_that_fails_is_a_problem_of_the_data_path(world: VerbsWorld, call: str) -> None:
+@pytest.mark.parametrize("spared_bytes", [0, LANDING_BYTES])
+async def test_a_call_that_fails_is_a_problem_of_the_data_path(world: VerbsWorld, call: str, spared_bytes: int) -> None:
+    """Also where the first registration, of the landing, goes well and the second does not."""
     async with serving(world) as server:
         transport = world.client()
         connection = await transport.connect(*server.address, Credentials(KEY), PeerKind.ENGINE, soon())
         world.client_nic.troubles.refuse[call] = errno.EIO
+        world.client_nic.troubles.spared_bytes = spared_bytes
         with HostMemory.create("staging-here", MIB) as memory:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(drive, connection, [])
@@ -334,6 +338,7 @@ async def test_a_registration_over_the_limit_names_memlock(world: VerbsWorld, mo
     """P074: where the kernel says no more than 'cannot allocate memory'."""
     async with serving(world) as server, plain(world, server.address) as (connection, memory):
         world.client_nic.troubles.refuse["ibv_reg_mr"] = errno.ENOMEM
+        world.client_nic.troubles.spared_bytes = LANDING_BYTES
         monkeypatch.setattr("memkv_vllm.transports.verbs.preflight.read_memlock", lambda _: MEMLOCK)
         with pytest.raises(DataPathError, match=r"memlock is 8\.0 MiB.*LimitMEMLOCK=infinity"):
             await connection.register(region(memory), soon())
@@ -390,6 +395,7 @@ def _arena_of_ones(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_fence_waits_for_a_registration_under_way(world: VerbsWorld) -> None:
     async with serving(world) as server, plain(world, server.address) as (connection, memory):
         world.client_nic.troubles.slow_s["ibv_reg_mr"] = 0.5
+        world.client_nic.troubles.spared_bytes = LANDING_BYTES
         with pytest.raises(DataPathError, match=r"registering 1\.0 MiB with cli0 took longer than the deadline"):
             await connection.register(region(memory), soon(0.1))
         with pytest.raises(FenceTimeout, match="not released yet; the memory stays in quarantine"):
@@ -434,6 +440,7 @@ async def test_a_transport_releases_what_its_connections_could_not(
         transport = world.client()
         connection = await transport.connect(*server.address, Credentials(KEY), PeerKind.ENGINE, soon())
         world.client_nic.troubles.slow_s["ibv_reg_mr"] = 0.4
+        world.client_nic.troubles.spared_bytes = LANDING_BYTES
         with HostMemory.create("staging-here", MIB) as memory:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(drive, connection, [])

@@ -9,10 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memkv_vllm.errors import MemkvError, RemoteProtocolError, StoreError
-from memkv_vllm.transports.verbs.endpoints import MAX_QUEUE_PAIRS, MTUS, VERSION, Endpoint, QueuePairEnd, RegionToken
+from memkv_vllm.transports.verbs.endpoints import (
+    LANDING_BYTES,
+    MAX_QUEUE_PAIRS,
+    MTUS,
+    VERSION,
+    Endpoint,
+    QueuePairEnd,
+    RegionToken,
+)
 
 GID = bytes(10) + b"\xff\xff" + bytes([10, 77, 0, 1])
-PLAIN = Endpoint(GID, 0, 4096, 16, (QueuePairEnd(0x123456, 0xFEDCBA), QueuePairEnd(17, 0)))
+LANDING = RegionToken(0x7F00_1234_5000, 0x89AB)
+PLAIN = Endpoint(GID, 0, 4096, 16, (QueuePairEnd(0x123456, 0xFEDCBA), QueuePairEnd(17, 0)), LANDING)
 
 numbers = st.integers(0, (1 << 24) - 1)
 endpoints = st.builds(
@@ -22,6 +31,7 @@ endpoints = st.builds(
     mtu=st.sampled_from(MTUS),
     max_reads=st.integers(1, 255),
     queue_pairs=st.lists(st.builds(QueuePairEnd, numbers, numbers), min_size=1, max_size=MAX_QUEUE_PAIRS).map(tuple),
+    landing=st.builds(RegionToken, st.integers(0, (1 << 64) - LANDING_BYTES), st.integers(0, (1 << 32) - 1)),
 )
 
 
@@ -34,7 +44,8 @@ def test_an_endpoint_arrives_as_it_was_sent(endpoint: Endpoint) -> None:
 def test_the_bytes_of_an_endpoint() -> None:
     """Both releases of a rolling update must read them alike."""
     assert PLAIN.pack() == (
-        b"\x01" + GID + b"\x00\x00" + b"\x00\x10" + b"\x10" + b"\x02"
+        b"\x02" + GID + b"\x00\x00" + b"\x00\x10" + b"\x10" + b"\x02"
+        + b"\x00\x50\x34\x12\x00\x7f\x00\x00" + b"\xab\x89\x00\x00"
         + b"\x56\x34\x12\x00" + b"\xba\xdc\xfe\x00" + b"\x11\x00\x00\x00" + bytes(4)
     )  # fmt: skip
 
@@ -54,6 +65,7 @@ def test_more_reads_than_a_byte_says_are_255() -> None:
         ({"gid": bytes(16)}, "without a GID"),
         ({"queue_pairs": (QueuePairEnd(1 << 24, 0),)}, "24 bits"),
         ({"queue_pairs": (QueuePairEnd(0, 1 << 24),)}, "24 bits"),
+        ({"landing": RegionToken((1 << 64) - 8191, 1)}, "a landing of 8192 bytes at 0xffffffffffffe001"),
     ],
 )
 def test_an_endpoint_that_nobody_can_use_is_refused(change: dict[str, object], message: str) -> None:
@@ -63,10 +75,12 @@ def test_an_endpoint_that_nobody_can_use_is_refused(change: dict[str, object], m
     assert caught.value.kind == "token"
 
 
-def test_another_version_is_no_attack_but_another_release() -> None:
-    token = bytes([VERSION + 1]) + PLAIN.pack()[1:]
+@pytest.mark.parametrize("version", [1, VERSION + 1])
+def test_another_version_is_no_attack_but_another_release(version: int) -> None:
+    """Version 1 had no landing."""
+    token = bytes([version]) + PLAIN.pack()[1:]
     with pytest.raises(
-        StoreError, match="version 2 of the verbs data path, this one 1: run the same release"
+        StoreError, match=f"version {version} of the verbs data path, this one 2: run the same release"
     ) as caught:
         Endpoint.unpack(token)
     assert caught.value.code == "data_path"

@@ -32,9 +32,11 @@ __all__ = ["DEPTH", "SCRATCH_BYTES", "ActiveEnd", "Nic", "Scratch"]
 DEPTH = 128
 """Work requests outstanding on a queue pair, if the device has as many places: two batches of the largest size."""
 
-SCRATCH_BYTES = 16 << 10
+SCRATCH_BYTES = 24 << 10
 _SPOILT_AT = 8 << 10
 """Before: what probes and flushes READ, and nobody looks at. From here: bytes for injected faults."""
+_ZEROS_AT = 16 << 10
+"""From here: what probes WRITE. Nothing is ever READ to it: no client is sent what was another's."""
 
 _MOST_BYTES = 1 << 30
 """Of one work request, whatever the port says: lengths have 31 bits."""
@@ -59,10 +61,15 @@ class Scratch:
         """READ the first bytes of ``region`` to here: a probe."""
         return self._columns(Opcode.READ, self.address, num_bytes, region, 0)
 
+    def write_zeros(self, region: RemoteRegion) -> Columns:
+        """WRITE zeros over all of ``region``, ``length`` bytes at most: a probe."""
+        num_bytes = min(region.length, SCRATCH_BYTES - _ZEROS_AT)
+        return self._columns(Opcode.WRITE, self.address + _ZEROS_AT, num_bytes, region, 0)
+
     def write_byte(self, region: RemoteRegion, offset: int, byte: int) -> Columns:
         """WRITE one byte at ``offset`` of ``region``, and the READ behind it (injected faults)."""
         at = _SPOILT_AT + self._next
-        self._next = (self._next + 1) % (SCRATCH_BYTES - _SPOILT_AT)
+        self._next = (self._next + 1) % (_ZEROS_AT - _SPOILT_AT)
         self._memory.array[at] = byte
         write = self._columns(Opcode.WRITE, self.address + at, 1, region, offset)
         return write.flushed(self.address, self.lkey)

@@ -5,8 +5,8 @@ small READ behind them: their bytes are in place when that one has ended, and on
 
 Any failure ends the session: its queue pairs are made to fail, the peer is cut, and its client makes a new session.
 What was under way is answered FAILED once nothing of it can touch memory any more; by then no answer reaches the peer.
-Before a region is accepted, bytes of it are READ over every queue pair (the probe), so that a way that does not work is
-found before anything depends on it.
+Before a region is accepted, bytes of it are READ and others WRITTEN beside it over every queue pair (the probe): a way
+that does not work, or in one direction only, is found before anything depends on it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NoReturn
 
 import anyio
 import numpy as np
@@ -36,6 +37,7 @@ from memkv_vllm.transports.verbs.active import ActiveEnd
 from memkv_vllm.transports.verbs.endpoints import DATA_PATH, Endpoint, RegionToken
 from memkv_vllm.transports.verbs.injecting import Injected, inject
 from memkv_vllm.transports.verbs.planning import Columns, Pieces, Plan, RemoteRegion, Slots, columns_of, share, split
+from memkv_vllm.transports.verbs.probing import Step, probe_steps
 from memkv_vllm.transports.verbs.provider import Opcode, VerbsError
 from memkv_vllm.transports.verbs.queuepairs import QueuePairs
 from memkv_vllm.transports.verbs.rails import Rails
@@ -48,7 +50,7 @@ __all__ = ["PROBE_TIMEOUT_S", "BulkOptions", "VerbsBulk"]
 logger = logging.getLogger("memkv.transports.verbs")
 
 PROBE_TIMEOUT_S = 3.0
-"""For the probe of a region, all queue pairs together. A NIC gives a peer up after half a second to two."""
+"""For the probe of a region, all queue pairs and both directions. A NIC gives a peer up after half a second to two."""
 
 SPREAD_BYTES = 1 << 20
 """A batch of fewer bytes goes over one queue pair: a NIC moves it in 20 us at 400 Gb/s, and a post costs as much."""
@@ -110,6 +112,8 @@ class VerbsBulk:
         self._later: set[asyncio.TimerHandle] = set()
         self._failing: asyncio.Future[None] | None = None
         self._failure: MemkvError | None = None
+        self._unanswered = False
+        """Whether that was for want of any answer from the peer's NIC."""
         self._num_probes = 0
         self._gone = anyio.Event()
         self._fenced = False
@@ -134,7 +138,7 @@ class VerbsBulk:
         return self._end.endpoint.pack()
 
     async def register(self, region: int, kind: MemoryKind, length: int, token: bytes) -> None:
-        """Bind a region, host or GPU memory, once its bytes can be READ over every queue pair; see the protocol."""
+        """Bind a region, host or GPU memory, once the probe went well over every queue pair; see the protocol."""
         if length < 1:
             raise RemoteProtocolError("region", f"region {region} has {length} bytes")
         check_region(
@@ -153,26 +157,40 @@ class VerbsBulk:
         self._regions[region] = RemoteRegion(remote.address, length, remote.rkey)
 
     async def _probe(self, pairs: QueuePairs, end: ActiveEnd, region: RemoteRegion) -> None:
-        # Two full packets: a path that carries only smaller ones than both ends believe is found as well.
-        num_bytes = min(region.length, 2 * end.endpoint.mtu, end.most_bytes, end.scratch.length)
-        transfer = Transfer(0, proven_by_last=True, loop=self._loop)
-        probe = end.scratch.read(region, num_bytes)
-        if not pairs.failed:
-            self._num_probes += 1
-            try:
-                pairs.begin(transfer, [(index, probe) for index in range(len(pairs))])
-                await transfer.wait(self._options.probe_timeout_s)
-            finally:
-                self._num_probes -= 1
-                pairs.drop(transfer)
-            if transfer.is_complete:
-                return
+        until = Deadline(time.monotonic() + self._options.probe_timeout_s)
+        for step in probe_steps(end, region):
+            transfer = Transfer(0, proven_by_last=True, loop=self._loop)
+            if not await self._probe_with(pairs, step.columns, transfer, until):
+                self._refuse(pairs, end, step, transfer)
+
+    async def _probe_with(self, pairs: QueuePairs, columns: Columns, transfer: Transfer, until: Deadline) -> bool:
+        """Whether ``columns`` went well on every queue pair."""
+        if pairs.failed:
+            return False
+        self._num_probes += 1
+        try:
+            pairs.begin(transfer, [(index, columns) for index in range(len(pairs))])
+            await transfer.wait(remaining(until, time.monotonic()))
+        finally:
+            self._num_probes -= 1
+            pairs.drop(transfer)
+        return transfer.is_complete
+
+    def _refuse(self, pairs: QueuePairs, end: ActiveEnd, step: Step, transfer: Transfer) -> NoReturn:
+        """Say why a step of the probe, ``transfer``, did not end well."""
         self._check_here()
         self._counted("rdma_probe_failed")
         if self._failure is None:
-            self._end_by(ConnectionLost(f"a READ was not answered within {self._options.probe_timeout_s:g} s"))
-        why = self._failure
-        raise StoreError(f"the RDMA probe failed: {why}; {end.advice}", DATA_PATH)
+            # Behind other work it may just have been too late: no packet need be lost then.
+            alone = not pairs.num_transfers
+            what = step.explain(f"no answer within {self._options.probe_timeout_s:g} s", unanswered=alone)
+            self._end_by(ConnectionLost(what))
+        elif pairs.failed_first is transfer:
+            what = step.explain(self._failure, unanswered=self._unanswered)
+        else:
+            what = str(self._failure)  # of other work: it says nothing of this step's direction
+        logger.warning("event=rdma_probe_failed reason=%r %s", what, end)
+        raise StoreError(f"the RDMA probe failed: {what}; {end.advice}", DATA_PATH)
 
     # -- transfers
 
@@ -247,6 +265,7 @@ class VerbsBulk:
     def _report_failure(self, cause: Outcome | VerbsError | LocalProtocolError, what: str) -> None:
         if isinstance(cause, Outcome):
             reason, error = cause.reason, error_of(cause, what)
+            self._unanswered = cause.unanswered
         else:
             reason = "refused" if isinstance(cause, VerbsError) else "completion"
             error = LocalProtocolError(f"{what} failed: {cause}")

@@ -3,7 +3,7 @@
 A connection brings its queue pairs up when the first region is registered::
 
     make queue pairs -> CONNECT (both ends' numbers) -> connect them -> register the memory -> REGISTER, which the
-    server answers after it has read some bytes of the region over every queue pair
+    server answers after it has read some bytes of the region, and written some beside it, over every queue pair
 
 so a path that does not carry packets is found there, as :class:`~memkv_vllm.errors.DataPathError`, and not by the first
 value. Fencing needs nothing from the server: queue pairs destroyed, memory deregistered. It runs in a worker thread, as

@@ -1,11 +1,15 @@
 """The client's end of a session: queue pairs that post nothing, and memory regions that the server reads and writes.
 
+Besides what is registered with it, it has a landing of its own, two packets long: there the server's probe WRITEs. So a
+region that is offered again while its slots are in use is READ from, and never written to.
+
 All of it belongs to one session: its device handle, protection domain and keys end with it. Every method blocks and is
 called in worker threads, several at once if need be: they take turns. So :meth:`PassiveEnd.close` waits for a
 registration that is under way, and after it nothing can begin any more.
 
 Memory that is registered cannot be unmapped: pages stay pinned whatever becomes of the mapping, and a NIC would go on
-writing into pages that nobody sees. So a view of each region's memory is held until it is deregistered.
+writing into pages that nobody sees. So a view of each region's memory is held until it is deregistered, and the landing
+is unmapped after that.
 """
 
 from __future__ import annotations
@@ -18,7 +22,8 @@ from pathlib import Path
 from memkv_vllm.errors import ConnectionLost, RemoteProtocolError
 from memkv_vllm.topology import Rail
 from memkv_vllm.transports.base import Region
-from memkv_vllm.transports.verbs.endpoints import Endpoint, QueuePairEnd, RegionToken
+from memkv_vllm.transports.memory import HostMemory
+from memkv_vllm.transports.verbs.endpoints import LANDING_BYTES, Endpoint, QueuePairEnd, RegionToken
 from memkv_vllm.transports.verbs.gpu_memory import register_region
 from memkv_vllm.transports.verbs.opening import Knobs, OpenPort, open_rail
 from memkv_vllm.transports.verbs.provider import (
@@ -68,6 +73,8 @@ class PassiveEnd:
         self._domain: ProtectionDomain | None = None
         self._completions: CompletionQueue | None = None
         self._queue_pairs: list[QueuePair] = []
+        self._landing: HostMemory | None = None
+        self._landing_region: MemoryRegion | None = None
         self._regions: list[MemoryRegion] = []
         self._views: list[memoryview] = []
 
@@ -83,10 +90,10 @@ class PassiveEnd:
         return self._port
 
     def make(self) -> Endpoint:
-        """Open the device and make the queue pairs, in INIT; what the server must know of them.
+        """Open the device, make the landing and the queue pairs, in INIT; what the server must know of them.
 
         Raises:
-            EnvironmentFault: the device or its port cannot be used.
+            EnvironmentFault: the device or its port cannot be used, or this host has no memory for the landing.
             VerbsError: the library refused something.
             ConnectionLost: it was closed meanwhile.
         """
@@ -98,6 +105,7 @@ class PassiveEnd:
                 raise ConnectionLost("the set-up of this connection has failed before; a new one is needed")
             port = self._port = open_rail(self._provider, self.rail, self._knobs)
             self._domain = port.device.protection_domain()
+            landing = self._make_landing(self._domain)
             # Never armed nor read: what posts nothing completes nothing.
             self._completions = port.device.completion_queue(self._num_queue_pairs)
             for _ in range(self._num_queue_pairs):
@@ -105,7 +113,7 @@ class PassiveEnd:
                 self._queue_pairs.append(queue_pair)
                 queue_pair.initialize(self.rail.port, PEER_MAY)
             ends = tuple(QueuePairEnd(pair.number, pair.packet_number) for pair in self._queue_pairs)
-            return Endpoint(self.rail.gid, port.port_attributes.lid, port.mtu, port.max_reads_accepted, ends)
+            return Endpoint(self.rail.gid, port.port_attributes.lid, port.mtu, port.max_reads_accepted, ends, landing)
 
     def connect(self, server: Endpoint) -> None:
         """Connect the queue pairs to the server's, which may use them from now on.
@@ -174,8 +182,15 @@ class PassiveEnd:
         if self._closed:
             raise ConnectionLost("the connection was fenced during its set-up")
 
+    def _make_landing(self, domain: ProtectionDomain) -> RegionToken:
+        # A mapping that is shared, like all that is registered: a fork would take a private one's pages away.
+        self._landing = HostMemory.create("verbs-landing", LANDING_BYTES, hugepages="off")
+        access = Access.LOCAL | Access.REMOTE_WRITE
+        self._landing_region = domain.register(self._landing.address, LANDING_BYTES, access)
+        return RegionToken(self._landing_region.address, self._landing_region.rkey)
+
     def _release(self) -> None:
-        failures = _close_all((*self._queue_pairs, *self._regions))
+        failures = _close_all((*self._queue_pairs, self._landing_region, *self._regions))
         leaks = _close_all((self._completions, self._domain, self._port.device if self._port is not None else None))
         if leaks and not failures:
             where, reason = self.rail.name, "; ".join(map(str, leaks))
@@ -193,6 +208,8 @@ class PassiveEnd:
         self._queue_pairs.clear()
         self._regions.clear()
         self._views.clear()
+        if self._landing is not None:
+            self._landing.close()
         self._released = True
 
 

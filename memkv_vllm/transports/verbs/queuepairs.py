@@ -93,6 +93,11 @@ class Sender:
         return self.settled >= self.queue.posted
 
     @property
+    def oldest(self) -> Transfer | None:
+        """Whose work request is the next to end."""
+        return self.flying[0].transfer if self.flying else None
+
+    @property
     def ready(self) -> bool:
         """Whether something can be posted."""
         return bool(self.waiting) and self.queue.free > 0
@@ -210,6 +215,8 @@ class QueuePairs:
         self.failed = False
         self.quiet = False
         """After a failure: nothing that was posted can touch memory any more."""
+        self.failed_first: Transfer | None = None
+        """Whose work request the first one was that failed; None also where a post or the device did."""
         self._completions = completions
         self._senders = [Sender(queue_pair, depth) for queue_pair in queue_pairs]
         self._by_number = {sender.queue_pair.number: sender for sender in self._senders}
@@ -341,6 +348,8 @@ class QueuePairs:
             sender.complete(completion.wr_id)
             return
         sender.break_at(completion.wr_id)
+        if not self.failed:
+            self.failed_first = sender.oldest
         outcome = outcome_of(completion.status)
         vendor = f", vendor error {completion.vendor_error:#x}" if completion.vendor_error else ""
         self._fail(outcome, f"a work request on queue pair {completion.queue_pair}{vendor}")

@@ -37,6 +37,11 @@ class Outcome(NamedTuple):
     text: str
     """What happened and what to look at."""
 
+    @property
+    def unanswered(self) -> bool:
+        """Whether nothing came back: the peer is gone, or packets are lost. Any other status is somebody's answer."""
+        return self.name in ("RETRY_EXC_ERR", "RESP_TIMEOUT_ERR")
+
 
 _BUG = "a fault of this program: please report it with the lines of the log before this one"
 _RETRY = (
