@@ -145,10 +145,10 @@ class NetworkConfig(Settings):
     long. Normal are milliseconds."""
 
     idle_poll_us: Annotated[Whole, Field(ge=0, le=1000)] = 200
-    """How long the server looks for the next request before its core may sleep, in microseconds. It does so only while
-    requests follow each other that closely, so an idle server costs nothing; one lookup at a time is answered in two
-    thirds of the time or less. 200 covers the pause between two calls of a client. 0: never, for a host whose cores are
-    wanted elsewhere."""
+    """How long the server looks for the next event before its core may sleep, in microseconds. It does so only while
+    they follow each other that closely: an idle server costs nothing, a busy one up to a core. One lookup at a time is
+    then answered in two thirds of the time or less. 200 covers the pause between two calls of a client. 0: never, where
+    cores are wanted elsewhere or a CPU limit (cgroup) counts what is spent looking."""
 
     auth_key: AuthKey | None = None
     """The key that all clients share, known to them as `default`. Exactly one of this, `auth_key_file`, `auth_keys`."""

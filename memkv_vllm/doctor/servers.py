@@ -59,7 +59,7 @@ def _clock(name: str, answer: ServerAnswer) -> Finding:
 
 def _data_path(facts: Facts, name: str, answer: ServerAnswer) -> Iterator[Finding]:
     if answer.data_path_problem == "":
-        yield ok("data path", f"{name}: it read a page of this host's memory over {answer.data_path_rail}")
+        yield ok("data path", f"{name}: it reads and writes this host's memory over {answer.data_path_rail}")
     elif answer.data_paths is not None and VERBS not in answer.data_paths:
         fix = "name its NICs in rdma.devices of the server's yaml, or set transport: tcp (tier only)"
         yield Finding(severity(facts), "data path", f"{name} does not offer verbs", fix)

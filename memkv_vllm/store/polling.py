@@ -3,8 +3,11 @@
 A core that goes to sleep between two requests takes longer to wake up than a lookup takes to answer, and then runs the
 interpreter from cold caches. So where requests follow each other within microseconds the loop asks the kernel again and
 again instead. How long is learnt, as the halt polling of hypervisors does it: waits that ended soon make it look longer
-the next time, up to the bound that the operator sets; one wait that was longer than the bound ends it. An idle store
-costs nothing, and neither does one that waits for large transfers.
+the next time, up to the bound that the operator sets; one wait that was longer than the bound ends it, so an idle store
+costs nothing.
+
+Looking holds up the process's other threads: they get the interpreter lock only if they are awake in the moment in
+which the loop asks the kernel. So a wait that a thread ended (a checksum, a copy, a drive) counts as a long one.
 """
 
 from __future__ import annotations
@@ -13,6 +16,10 @@ import asyncio
 import selectors
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from _typeshed import FileDescriptorLike
 
 __all__ = ["IdlePoll", "PollingSelector", "loop_factory"]
 
@@ -42,13 +49,20 @@ class IdlePoll:
     def slept(self, waited_s: float) -> None:
         """It was not found by looking: all the waiting took ``waited_s``."""
         if waited_s > self._most_s:
-            self.poll_s = 0.0
+            self.stop()
         else:
             self.poll_s = min(self._most_s, max(FIRST_POLL_S, 2 * self.poll_s))
+
+    def stop(self) -> None:
+        """Sleep at once the next time."""
+        self.poll_s = 0.0
 
 
 class PollingSelector(selectors.EpollSelector):
     """What an event loop waits with.
+
+    The first file that is registered is taken for the loop's own, by which threads and signals wake it: that is what
+    ``asyncio.SelectorEventLoop`` begins with.
 
     Args:
         most_s: seconds that it looks before it sleeps, at most.
@@ -59,6 +73,14 @@ class PollingSelector(selectors.EpollSelector):
         super().__init__()
         self._idle = IdlePoll(most_s)
         self._clock = clock
+        self._own: int | None = None
+
+    def register(self, fileobj: FileDescriptorLike, events: int, data: Any = None) -> selectors.SelectorKey:
+        """See ``selectors.BaseSelector``."""
+        key = super().register(fileobj, events, data)
+        if self._own is None:
+            self._own = key.fd
+        return key
 
     def select(self, timeout: float | None = None) -> _Ready:
         """See ``selectors.BaseSelector``."""
@@ -69,11 +91,19 @@ class PollingSelector(selectors.EpollSelector):
         waited_s = 0.0
         while waited_s < until_s:
             if ready := super().select(0):
+                if self._by_thread(ready):
+                    self._idle.stop()
                 return ready
             waited_s = self._clock() - start
         ready = super().select(None if timeout is None else max(0.0, timeout - waited_s))
-        self._idle.slept(self._clock() - start)
+        if self._by_thread(ready):
+            self._idle.stop()
+        else:
+            self._idle.slept(self._clock() - start)
         return ready
+
+    def _by_thread(self, ready: _Ready) -> bool:
+        return any(key.fd == self._own for key, _ in ready)
 
 
 def loop_factory(most_s: float) -> Callable[[], asyncio.AbstractEventLoop]:

@@ -9,8 +9,8 @@ without this, values of 8 MiB among ones of 64 KiB were seen to leave a fifth of
 
 What one allocation evicts is thus about twice its own bytes, and at most ``EXTRA_EVICTIONS`` values more: above the
 high watermark those go on with every allocation until the low one is reached, so that the room that later values need
-is mostly there, and no single one pays for all of it. A batch leaves them to its caller (:meth:`Room.drain`), who has
-time for them while the batch's bytes are on their way; what he does not do is done before the next batch.
+is mostly there, and no single one pays for all of it. A batch owes them: its caller frees them in steps
+(:meth:`Room.drain`) while the batch's bytes are on their way; a step of what is left then goes before the next batch.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from memkv_vllm.store.entries import Entry, EntryState, TableLimits
 from memkv_vllm.store.policies import NamespacePolicies
 from memkv_vllm.store.spaces import NAMESPACE
 
-__all__ = ["EXTRA_EVICTIONS", "Room"]
+__all__ = ["DRAIN_STEP", "EXTRA_EVICTIONS", "Room"]
 
 EXTRA_EVICTIONS = 16
 """Some 50 us of the loop."""
-EXTRA_BATCH_EVICTIONS = 128
-"""Of a whole batch, if it has not more than half as many values: some 0.25 ms, while the bytes of 64 take longer."""
+DRAIN_STEP = 128
+"""Of those that a batch owes, how many at a time: some 0.25 ms of the loop."""
 _WINDOW_HOLES = 8
 """Holes that are looked at for one that can be made long enough."""
 _RECORD_SCAN = 16
@@ -58,7 +58,7 @@ class Room:
         self._own_order: NamespacePolicies | None = None
         self._draining = False
         self._owed = 0
-        """Evictions above the watermark that the last batch has left to :meth:`drain`."""
+        """Evictions above the watermark that batches have left to :meth:`drain`."""
         self.evicted = 0
         """Values that had to go for the last allocation, from the arena at least; not those for a watermark."""
         if limits.namespace_quota < 1:
@@ -74,13 +74,19 @@ class Room:
         """Bytes of the largest value that may ever fit."""
         return min(self._limits.max_value_bytes, self._quota, self._content.allocator.size)
 
-    def allocate(self, length: int, namespace: bytes, new_entries: int) -> int | None:
+    @property
+    def owes(self) -> bool:
+        """Whether there is something for :meth:`drain` to do."""
+        return self._owed > 0
+
+    def allocate(self, length: int, namespace: bytes, new_entries: int, *, owe: bool = False) -> int | None:
         """Takes an extent for a value of ``namespace``; :attr:`evicted` tells what it cost.
 
         Args:
             length: bytes.
             namespace: 32 bytes.
             new_entries: 1 if it is for an entry that is yet to be made, else 0.
+            owe: leave what is to be freed above the watermark to :meth:`drain`.
 
         Returns:
             its offset in bytes; None when there is nothing left to evict for it.
@@ -100,11 +106,16 @@ class Room:
         if offset is None:
             offset = self._make_room(length)
         if self._draining or arena.used > self._high:
-            self._drain(EXTRA_EVICTIONS)
+            if owe:
+                self._owed += EXTRA_EVICTIONS
+            else:
+                self._drain(EXTRA_EVICTIONS)
         return offset
 
     def allocate_many(self, length: int, namespace: bytes, count: int) -> list[int]:
         """Takes extents for ``count`` new values of one length, as far as no single one needs to be looked after.
+
+        What is to be freed above the watermark is left to :meth:`drain`.
 
         Args:
             length: bytes of each.
@@ -128,15 +139,16 @@ class Room:
             self.evict(missing, 2 * count)
         offsets = arena.allocate_many(length, count)
         if self._draining or arena.used > self._high:
-            num = len(offsets)
-            self._owed = max(2 * num, min(EXTRA_EVICTIONS * num, EXTRA_BATCH_EVICTIONS))
+            self._owed += EXTRA_EVICTIONS * len(offsets)
         return offsets
 
-    def drain(self) -> None:
-        """Frees what the last batch left to be freed above the watermark; a second call does nothing."""
-        owed, self._owed = self._owed, 0
-        if owed:
-            self._drain(owed)
+    def drain(self) -> bool:
+        """Frees a step of what batches left to be freed above the watermark; whether there is more of it."""
+        step = min(self._owed, DRAIN_STEP)
+        if step:
+            self._drain(step)
+            self._owed = self._owed - step if self._draining else 0
+        return self.owes
 
     def sweep(self, max_entries: int) -> int:
         """Reclaims up to ``max_entries`` entries of stale spaces; returns how many were looked at."""

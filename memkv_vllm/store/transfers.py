@@ -159,8 +159,6 @@ class Transfers:
         job = self._job(session, BulkKind.PUT, request)
         try:
             self._reserve(job, request)
-            # In the next turn of the loop: as a rule the bytes are on their way by then.
-            asyncio.get_running_loop().call_soon(self._batches.drain)
             await self._run(job, list(job.uses))
         finally:
             if job.uses:
@@ -254,11 +252,28 @@ class Transfers:
     async def _run(self, job: _Job, places: list[int]) -> None:
         slices = self._turns.slices(job.kind, pick(places, job.request.lengths))
         if len(slices) == 1:
+            self._drain_soon()
             await self._slice(job, places)
         elif slices:
             async with anyio.create_task_group() as tasks:
                 for part in slices:
                     tasks.start_soon(self._slice, job, places[part])
+                self._drain_soon()
+
+    def _drain_soon(self) -> None:
+        """Has what is owed to the watermark freed behind what was begun just now, when bytes are on their way."""
+        if self._batches.owes:
+            asyncio.get_running_loop().call_soon(self._drain)
+
+    def _drain(self) -> None:
+        try:
+            self._batches.drain()
+        except Exception:
+            # In no request, and what is not freed now is freed when it is needed.
+            logger.exception("event=drain_failed")
+            self._counters["internal_error"] += 1
+        else:
+            self._drain_soon()
 
     async def _run_with_disk(
         self,

@@ -408,7 +408,7 @@ def test_clock(healthy: Make, skew_s: float | None, error_s: float, level: Level
 @pytest.mark.parametrize(
     ("paths", "problem", "level", "word"),
     [
-        (("verbs",), "", Level.OK, "read a page of this host's memory over mlx5_0:1"),
+        (("verbs",), "", Level.OK, "reads and writes this host's memory over mlx5_0:1"),
         (("verbs",), "retry exceeded", Level.FAIL, "retry exceeded"),
         ((), None, Level.FAIL, "does not offer verbs"),
         (("verbs",), None, Level.OK, "offers verbs; not tried from here"),

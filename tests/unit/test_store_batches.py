@@ -13,6 +13,7 @@ from memkv_vllm.store.batches import NewValues
 from memkv_vllm.store.entries import Entry
 from memkv_vllm.store.log.api import Location
 from memkv_vllm.store.policies import make_policy
+from memkv_vllm.store.room import DRAIN_STEP
 from memkv_vllm.store.table import Table, TableLimits
 from memkv_vllm.types import Status
 
@@ -188,9 +189,9 @@ def test_a_batch_drains_above_the_watermark_as_its_values_would_have() -> None:
     assert store.arena.used == 900
     store.put(90, 91)
     assert store.arena.used == 920, "nothing had to go for these: what is above the watermark is left to the caller"
-    store.batches.drain()  # sixteen more for each at the most: 32 of the 42 that are above the low watermark
+    assert not store.batches.drain()  # sixteen more for each at the most: 32 of the 42 above the low watermark
     assert store.arena.used == 600
-    store.batches.drain()
+    assert not store.batches.drain()
     assert store.arena.used == 600
 
 
@@ -205,15 +206,26 @@ def test_what_a_batch_left_above_the_watermark_goes_before_the_next_one() -> Non
     assert store.arena.used == 500
 
 
-def test_a_large_batch_frees_no_more_than_the_loop_can_bear() -> None:
+def test_what_a_batch_owes_is_freed_in_steps_that_the_loop_can_bear() -> None:
     store = Store(size=20_000, high_watermark=0.9, low_watermark=0.5)
     for first in range(0, 1800, 100):
         store.put(*range(first, first + 100))
-    for first, freed in ((1800, 128), (1900, 200)):  # twice its own values, so that it falls with every batch
-        store.put(*range(first, first + (64 if first == 1800 else 100)))
-        before = store.arena.used
-        store.batches.drain()
-        assert before - store.arena.used == 10 * freed
+    store.put(*range(1800, 1810))  # owes 160
+    seen = [store.arena.used]
+    while store.batches.drain():
+        seen.append(store.arena.used)
+    assert [*seen, store.arena.used] == [18_100, 18_100 - 10 * DRAIN_STEP, 18_100 - 1600]
+
+
+@pytest.mark.parametrize("lengths", [[10] * 4, [10, 11, 10, 11]], ids=["of one length", "of two lengths"])
+def test_no_batch_pays_for_the_watermark_before_its_bytes_move(lengths: list[int]) -> None:
+    store = Store(size=1000, high_watermark=0.9, low_watermark=0.5)
+    for first in range(0, 90, 10):
+        store.put(*range(first, first + 10))
+    store.reserve([make_key(block) for block in range(90, 94)], lengths=lengths)
+    assert store.arena.used == 900 + sum(lengths)
+    store.batches.drain()
+    assert store.arena.used <= 500
 
 
 def test_a_victim_with_a_record_stays_on_disk(store: Store) -> None:

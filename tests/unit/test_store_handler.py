@@ -25,7 +25,7 @@ from memkv_vllm.protocol.messages import (
     Stat,
 )
 from memkv_vllm.transports.base import Move
-from memkv_vllm.types import Status
+from memkv_vllm.types import Deadline, Status
 from tests.support.store import LAYOUT, NAMESPACE, VALUE, Hook, Rig, make_key, value
 
 pytestmark = pytest.mark.anyio
@@ -157,19 +157,50 @@ async def test_a_full_store_keeps_accepting() -> None:
         assert [result.status for result in results] == [Status.ABSENT] * 42 + [Status.OK] * 8
 
 
-async def test_what_is_above_the_watermark_goes_while_the_bytes_of_a_batch_are_on_their_way() -> None:
+@pytest.mark.parametrize("num_values", [2, 12], ids=["one slice", "several slices"])
+async def test_what_is_above_the_watermark_goes_while_the_bytes_of_a_batch_are_on_their_way(
+    num_values: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    eviction = {"eviction": {"high_watermark": 0.75, "low_watermark": 0.25}}
+    with Rig(size=64 * VALUE, overrides={"storage": eviction}) as rig:
+        peer = await rig.connect()
+        await rig.put(peer, {make_key(block): value(block) for block in range(48)})
+        used_at_start: list[int] = []
+        gate, pull = Gate(), peer.bulk.pull
+        peer.bulk.hook = gate
+
+        async def watched(moves: Sequence[Move], deadline: Deadline) -> list[Status]:
+            used_at_start.append(rig.arena.used // VALUE)
+            return await pull(moves, deadline)
+
+        monkeypatch.setattr(peer.bulk, "pull", watched)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(rig.put, peer, {make_key(block): value(block) for block in range(48, 48 + num_values)})
+            await gate.reached.wait()
+            await anyio.wait_all_tasks_blocked()
+            assert rig.arena.used == max(16, 48 - 15 * num_values) * VALUE  # sixteen more for each at the most
+            gate.open.set()
+        assert used_at_start[0] == 48 + num_values
+        assert rig.exists(make_key(47 + num_values))
+        assert not rig.exists(make_key(0))
+
+
+async def test_a_watermark_that_cannot_be_kept_is_a_fault_of_its_own_and_fails_no_put(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     eviction = {"eviction": {"high_watermark": 0.75, "low_watermark": 0.25}}
     with Rig(size=16 * VALUE, overrides={"storage": eviction}) as rig:
         peer = await rig.connect()
         await rig.put(peer, {make_key(block): value(block) for block in range(12)})
-        gate = peer.bulk.hook = Gate()
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(rig.put, peer, {make_key(block): value(block) for block in (12, 13)})
-            await gate.reached.wait()
-            await anyio.wait_all_tasks_blocked()
-            assert rig.arena.used == 4 * VALUE
-            gate.open.set()
-        assert [rig.exists(make_key(block)) for block in range(9, 14)] == [False, True, True, True, True]
+
+        def broken() -> Iterator[bytes]:
+            raise LocalProtocolError("the order is lost")
+
+        monkeypatch.setattr(rig.policy, "victims", broken)
+        assert await rig.put(peer, {make_key(block): value(block) for block in (12, 13)}) == [Status.OK] * 2
+        await anyio.wait_all_tasks_blocked()
+        assert "event=drain_failed" in caplog.text
+        assert rig.count("internal_error") == 1
 
 
 async def test_a_value_larger_than_the_arena_is_refused_by_itself() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import selectors
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -45,25 +46,32 @@ class _Clock:
         return self.now_s
 
 
-@pytest.fixture
-def pipe() -> Iterator[tuple[int, int]]:
+Pipe = tuple[int, int]
+
+
+def _pipe() -> Iterator[Pipe]:
     reader, writer = os.pipe()
     yield reader, writer
     os.close(reader)
     os.close(writer)
 
 
-def _grown(pipe: tuple[int, int], clock: _Clock) -> PollingSelector:
-    """One that has seen four short waits: it looks for 80 us now, eight looks at this clock."""
+own = pytest.fixture(name="own")(_pipe)
+pipe = pytest.fixture(name="pipe")(_pipe)
+
+
+def _grown(own: Pipe, pipe: Pipe, clock: _Clock) -> PollingSelector:
+    """A loop's that has seen four short waits: it looks for 80 us now, eight looks at this clock."""
     selector = PollingSelector(MOST_S, clock)
+    selector.register(own[0], selectors.EVENT_READ)
     selector.register(pipe[0], selectors.EVENT_READ)
     selector._idle.poll_s = 80e-6
     return selector
 
 
-def test_what_comes_while_it_looks_is_found_without_sleeping(pipe: tuple[int, int]) -> None:
+def test_what_comes_while_it_looks_is_found_without_sleeping(own: Pipe, pipe: Pipe) -> None:
     clock = _Clock(10e-6)
-    selector = _grown(pipe, clock)
+    selector = _grown(own, pipe, clock)
     clock.happens = {5: lambda: os.write(pipe[1], b"x")}
     ((key, events),) = selector.select(10)
     assert (key.fd, events, clock.looks) == (pipe[0], selectors.EVENT_READ, 5)
@@ -71,9 +79,9 @@ def test_what_comes_while_it_looks_is_found_without_sleeping(pipe: tuple[int, in
     selector.close()
 
 
-def test_after_the_time_to_look_it_sleeps_and_learns_from_all_the_waiting(pipe: tuple[int, int]) -> None:
+def test_after_the_time_to_look_it_sleeps_and_learns_from_all_the_waiting(own: Pipe, pipe: Pipe) -> None:
     clock = _Clock(10e-6)
-    selector = _grown(pipe, clock)
+    selector = _grown(own, pipe, clock)
     assert selector.select(0.001) == []
     assert clock.looks == 10  # the start, eight until it slept, the end
     assert selector._idle.poll_s == pytest.approx(160e-6)  # by its clock the wait was a short one
@@ -83,13 +91,51 @@ def test_after_the_time_to_look_it_sleeps_and_learns_from_all_the_waiting(pipe: 
     selector.close()
 
 
-def test_a_wait_is_never_longer_than_its_timeout_and_none_at_all_is_none(pipe: tuple[int, int]) -> None:
-    selector = _grown(pipe, _Clock(10e-6))
+@pytest.mark.parametrize("while_it_looks", [True, False])
+def test_what_a_thread_has_done_ends_the_looking(own: Pipe, pipe: Pipe, while_it_looks: bool) -> None:
+    """A thread gets the interpreter lock late while the loop looks."""
+    clock = _Clock(10e-6)
+    selector = _grown(own, pipe, clock)
+    clock.happens = {5 if while_it_looks else 9: lambda: os.write(own[1], b"x")}
+    assert [key.fd for key, _ in selector.select(10)] == [own[0]]
+    assert clock.looks == (5 if while_it_looks else 9)
+    assert selector._idle.poll_s == 0.0
+    selector.close()
+
+
+def test_a_loop_knows_what_threads_wake_it_by() -> None:
+    async def work() -> list[float]:
+        loop, seen = asyncio.get_running_loop(), list[float]()
+        idle: IdlePoll = loop._selector._idle  # type: ignore[attr-defined]
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            for thread in (False, True):
+                idle.poll_s = 100.0  # until something comes
+                done = asyncio.Event()
+                if thread:
+                    waker = threading.Timer(0.01, loop.call_soon_threadsafe, (done.set,))
+                else:
+                    loop.add_reader(ours, done.set)
+                    waker = threading.Timer(0.01, theirs.send, (b"x",))
+                waker.start()
+                await done.wait()
+                seen.append(idle.poll_s)
+                loop.remove_reader(ours)
+                waker.join()
+        return seen
+
+    options = {"loop_factory": loop_factory(100.0)}
+    assert anyio.run(work, backend="asyncio", backend_options=options) == [100.0, 0.0]
+
+
+def test_a_wait_is_never_longer_than_its_timeout_and_none_at_all_is_none(own: Pipe, pipe: Pipe) -> None:
+    selector = _grown(own, pipe, _Clock(10e-6))
     looks = selector._clock.looks  # type: ignore[attr-defined]
     assert selector.select(0) == [] == selector.select(-1)
     assert selector._clock.looks == looks  # type: ignore[attr-defined]
     selector.close()
     real = PollingSelector(0.5)
+    real.register(own[0], selectors.EVENT_READ)
     real.register(pipe[0], selectors.EVENT_READ)
     real._idle.poll_s = 0.5
     start = time.monotonic()

@@ -16,6 +16,7 @@ from memkv_vllm.topology import read_host
 from memkv_vllm.transports.base import Region
 from memkv_vllm.transports.memory import HostMemory
 from memkv_vllm.transports.verbs import VerbsClientTransport, preflight
+from memkv_vllm.transports.verbs.endpoints import LANDING_BYTES
 from memkv_vllm.transports.verbs.opening import Knobs, open_port, open_rail, rail_of
 from memkv_vllm.transports.verbs.preflight import Memlock, ServerRails
 from memkv_vllm.transports.verbs.provider import MAX_RETRY_COUNT, PortState, VerbsError
@@ -257,11 +258,12 @@ def test_memlock_that_is_enough(memlock: Memlock) -> None:
 
 def test_memlock_counts_every_registration() -> None:
     """P074: the kernel counts pages once per registration, so it is bytes times connections."""
-    preflight.check_memlock(Memlock(512 * MIB, False), 512 * MIB, 1)
-    with pytest.raises(
-        EnvironmentFault, match=r"512\.0 MiB of staging memory, registered for each of 2 servers, needs 1024"
-    ):
-        preflight.check_memlock(Memlock(512 * MIB, False), 512 * MIB, 2)
+    each_bytes = 512 * MIB + LANDING_BYTES
+    preflight.check_memlock(Memlock(2 * each_bytes, False), 512 * MIB, 2)
+    for limit_bytes, num_servers in ((each_bytes - 1, 1), (2 * each_bytes - 1, 2)):
+        text = rf"512\.0 MiB of staging memory and 8 KiB beside it, registered for each of {num_servers} servers, needs"
+        with pytest.raises(EnvironmentFault, match=text):
+            preflight.check_memlock(Memlock(limit_bytes, False), 512 * MIB, num_servers)
 
 
 @pytest.fixture

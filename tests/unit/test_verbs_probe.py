@@ -6,7 +6,7 @@ import dataclasses
 import errno
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import anyio
 import pytest
 
-from memkv_vllm.errors import RemoteProtocolError, StoreError
+from memkv_vllm.errors import EnvironmentFault, RemoteProtocolError, StoreError
 from memkv_vllm.transports.base import Move
 from memkv_vllm.transports.memory import HostMemory
 from memkv_vllm.transports.verbs import bulk as bulk_module
@@ -23,6 +23,7 @@ from memkv_vllm.transports.verbs.endpoints import LANDING_BYTES, NOWHERE, Endpoi
 from memkv_vllm.transports.verbs.gpu_memory import REGION_ACCESS
 from memkv_vllm.transports.verbs.opening import Knobs
 from memkv_vllm.transports.verbs.passive import PassiveEnd
+from memkv_vllm.transports.verbs.probing import probe_steps
 from memkv_vllm.transports.verbs.provider import VerbsError
 from memkv_vllm.types import Extent, MemoryKind, Status
 from tests.support.fake_verbs import RETRY_EXC_ERR, FakeMemoryRegion, FakeQueuePair, Trouble
@@ -228,6 +229,36 @@ async def test_a_landing_beyond_the_address_space(tmp_path: Path) -> None:
         with pytest.raises(RemoteProtocolError, match="a landing of 8192 bytes at 0xfffffffffffff000"):
             await pair.bulk.connect("verbs", told.pack())
         assert pair.host.provider.num_live() == before
+
+
+async def test_without_a_file_descriptor_for_the_landing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(name: str, length: int, flags: int) -> HostMemory:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async with paired(tmp_path) as pair:
+        end = PassiveEnd(pair.host.provider, pair.end.rail, Knobs(), 2, pair.host.root)
+        monkeypatch.setattr(HostMemory, "_create", refused)
+        with pytest.raises(EnvironmentFault, match=r"RDMA connection \(.*Too many open files\): .*ulimit -n"):
+            end.make()
+        assert end.close(5.0)
+
+
+async def test_a_fence_between_both_directions_posts_nothing_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with paired(tmp_path) as pair:
+
+        def fenced_between(*arguments: Any) -> Iterator[Any]:
+            first, second = probe_steps(*arguments)
+            yield first
+            pair.bulk._gone.set()
+            landing_of(pair.end).array[:] = MARK
+            yield second
+
+        monkeypatch.setattr(bulk_module, "probe_steps", fenced_between)
+        with pytest.raises(StoreError, match="this session has ended"):
+            await pair.register(2)
+        assert (landing_of(pair.end).array == MARK).all()
 
 
 async def test_the_landing_goes_after_its_registration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

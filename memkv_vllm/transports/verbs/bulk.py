@@ -165,7 +165,7 @@ class VerbsBulk:
 
     async def _probe_with(self, pairs: QueuePairs, columns: Columns, transfer: Transfer, until: Deadline) -> bool:
         """Whether ``columns`` went well on every queue pair."""
-        if pairs.failed:
+        if pairs.failed or self._gone.is_set():
             return False
         self._num_probes += 1
         try:
@@ -182,7 +182,7 @@ class VerbsBulk:
         self._counted("rdma_probe_failed")
         if self._failure is None:
             # Behind other work it may just have been too late: no packet need be lost then.
-            alone = not pairs.num_transfers
+            alone = pairs.num_transfers <= self._num_probes
             what = step.explain(f"no answer within {self._options.probe_timeout_s:g} s", unanswered=alone)
             self._end_by(ConnectionLost(what))
         elif pairs.failed_first is transfer:

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from memkv_vllm.errors import ConnectionLost, RemoteProtocolError
+from memkv_vllm.errors import ConnectionLost, EnvironmentFault, RemoteProtocolError
 from memkv_vllm.topology import Rail
 from memkv_vllm.transports.base import Region
 from memkv_vllm.transports.memory import HostMemory
@@ -184,7 +184,13 @@ class PassiveEnd:
 
     def _make_landing(self, domain: ProtectionDomain) -> RegionToken:
         # A mapping that is shared, like all that is registered: a fork would take a private one's pages away.
-        self._landing = HostMemory.create("verbs-landing", LANDING_BYTES, hugepages="off")
+        try:
+            self._landing = HostMemory.create("verbs-landing", LANDING_BYTES, hugepages="off")
+        except EnvironmentFault as error:
+            raise EnvironmentFault(
+                f"no memory or no file descriptor for an RDMA connection ({error.__cause__}): raise this process's "
+                "limits (ulimit -n; systemd: LimitNOFILE) or free memory on this host"
+            ) from error
         access = Access.LOCAL | Access.REMOTE_WRITE
         self._landing_region = domain.register(self._landing.address, LANDING_BYTES, access)
         return RegionToken(self._landing_region.address, self._landing_region.rkey)

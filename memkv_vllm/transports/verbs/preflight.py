@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from memkv_vllm.errors import EnvironmentFault, RailError
 from memkv_vllm.topology import CONTAINER_STEP, Host, Rail, allowed_ports, no_device, pair
+from memkv_vllm.transports.verbs.endpoints import LANDING_BYTES
 from memkv_vllm.transports.verbs.opening import Knobs, OpenPort, open_rail, rail_of
 from memkv_vllm.transports.verbs.provider import Provider, VerbsError
 
@@ -136,8 +137,9 @@ def check_memlock(memlock: Memlock, staging_bytes: int, num_servers: int) -> Non
         EnvironmentFault: it cannot; says the numbers and the fix for shell, systemd, docker and kubernetes.
     """
     count = max(1, num_servers)
-    purpose = f"{staging_bytes / 2**20:.1f} MiB of staging memory, registered for each of {count} servers,"
-    if problem := memlock_problem(memlock, staging_bytes * count, purpose):
+    staging = f"{staging_bytes / 2**20:.1f} MiB of staging memory and {LANDING_BYTES // 1024} KiB beside it"
+    purpose = f"{staging}, registered for each of {count} servers,"
+    if problem := memlock_problem(memlock, (staging_bytes + LANDING_BYTES) * count, purpose):
         raise EnvironmentFault(f"{problem}; or lower memkv_scratch_mb_per_thread or memkv_num_threads")
 
 
