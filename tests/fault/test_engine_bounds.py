@@ -245,7 +245,8 @@ def test_submit_and_poll_do_not_wait_for_a_network_that_stands_still() -> None:
             store.freeze()
             frozen = seconds_per_call(one)
             eventually(lambda: one.statistics.slots_free == 0, "every slot waits for the network")
-            assert one.statistics.queued_load_blocks > 0
+            # Of which kind depends on who got the slots: loads of blocks that are on their way join those.
+            assert one.statistics.queued_load_blocks + one.statistics.queued_store_blocks > 0
             assert frozen < 25 * healthy
             store.thaw()
             one.idle()
