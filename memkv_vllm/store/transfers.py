@@ -139,6 +139,8 @@ class Transfers:
         self._counters = counters
         self._clock = clock
         self._threads = anyio.CapacityLimiter(limits.copy_threads)
+        self._drain_is_due = False
+        """One step for all requests in each turn of the loop."""
         self.latencies = {BulkKind.PUT: Latency(), BulkKind.GET: Latency()}
         """How long batches took that were answered, from :meth:`put` or :meth:`get` on."""
 
@@ -262,10 +264,12 @@ class Transfers:
 
     def _drain_soon(self) -> None:
         """Has what is owed to the watermark freed behind what was begun just now, when bytes are on their way."""
-        if self._batches.owes:
+        if self._batches.owes and not self._drain_is_due:
+            self._drain_is_due = True
             asyncio.get_running_loop().call_soon(self._drain)
 
     def _drain(self) -> None:
+        self._drain_is_due = False
         try:
             self._batches.drain()
         except Exception:

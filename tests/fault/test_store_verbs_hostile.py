@@ -231,9 +231,7 @@ async def test_connect_while_a_transfer_runs(tmp_path: Path) -> None:
 async def test_foreign_keys_reach_nothing(tmp_path: Path) -> None:
     """The keys and addresses of another client's memory, and queue pairs of its: neither is read nor written."""
     async with site(tmp_path) as at, client(at) as other:
-        other.memory.view(0, MIB)[:] = b"\x5a" * MIB
-        (theirs,) = [region.rkey for region in regions_of(at) if region.address == other.memory.address]
-        token = RegionToken(other.memory.address, theirs)
+        token = memory_of(at, other)
         end = at.end(2)
         async with client(at, registered=False) as peer:
             ours = end.make()
@@ -257,9 +255,7 @@ async def test_foreign_keys_reach_nothing(tmp_path: Path) -> None:
 async def test_a_landing_in_anothers_memory(tmp_path: Path) -> None:
     """A client has the server WRITE to where another client of the same host keeps its bytes: its own NIC refuses."""
     async with site(tmp_path) as at, client(at) as other:
-        other.memory.view(0, MIB)[:] = b"\x5a" * MIB
-        (theirs,) = [region.rkey for region in regions_of(at) if region.address == other.memory.address]
-        stolen = RegionToken(other.memory.address, theirs)
+        stolen = memory_of(at, other)
         end = at.end(2)
         async with client(at, registered=False) as peer:
             ours = replace(end.make(), landing=stolen)
@@ -278,6 +274,13 @@ async def test_a_landing_in_anothers_memory(tmp_path: Path) -> None:
 def regions_of(at: Site) -> list[FakeMemoryRegion]:
     """All that is registered on the clients' host."""
     return [owned for owned in at.world.client_library.ledger._live if isinstance(owned, FakeMemoryRegion)]
+
+
+def memory_of(at: Site, peer: Peer) -> RegionToken:
+    """Where a client's staging memory is, and the key to it, as a thief would have them; it is filled with 5a."""
+    peer.memory.view(0, MIB)[:] = b"\x5a" * MIB
+    (rkey,) = [region.rkey for region in regions_of(at) if region.address == peer.memory.address]
+    return RegionToken(peer.memory.address, rkey)
 
 
 @pytest.mark.parametrize("limit", [{"max_queue_pairs": 10}, {"max_completions": 1}])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import anyio
 import pytest
@@ -183,6 +185,39 @@ async def test_what_is_above_the_watermark_goes_while_the_bytes_of_a_batch_are_o
         assert used_at_start[0] == 48 + num_values
         assert rig.exists(make_key(47 + num_values))
         assert not rig.exists(make_key(0))
+
+
+async def test_however_many_requests_come_the_watermark_costs_one_step_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    eviction = {"eviction": {"high_watermark": 0.75, "low_watermark": 0.25}}
+    with Rig(size=64 * VALUE, overrides={"storage": eviction}) as rig:
+        peer = await rig.connect()
+        await rig.put(peer, {make_key(block): value(block) for block in range(48)})
+        monkeypatch.setattr("memkv_vllm.store.room.DRAIN_STEP", 1)
+        drain, due, most = rig.handler._transfers._drain, 0, 0
+        loop = asyncio.get_running_loop()
+        call_soon = loop.call_soon
+
+        def watched(callback: Any, *arguments: Any, **options: Any) -> Any:
+            nonlocal due, most
+            due += callback == drain
+            most = max(most, due)
+            return call_soon(callback, *arguments, **options)
+
+        def counted() -> bool:
+            nonlocal due
+            due -= 1
+            return step()
+
+        step = rig.handler._transfers._batches.drain
+        monkeypatch.setattr(rig.handler._transfers._batches, "drain", counted)
+        monkeypatch.setattr(loop, "call_soon", watched)
+        async with anyio.create_task_group() as tasks:
+            for first in (48, 50, 52):
+                tasks.start_soon(rig.put, peer, {make_key(block): value(block) for block in (first, first + 1)})
+        with anyio.fail_after(10):
+            while due:
+                await anyio.lowlevel.checkpoint()
+        assert (most, rig.arena.used) == (1, 16 * VALUE)
 
 
 async def test_a_watermark_that_cannot_be_kept_is_a_fault_of_its_own_and_fails_no_put(
