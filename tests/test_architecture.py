@@ -178,7 +178,8 @@ ROOMS = {
     },
     "transports/loopback": {"__init__", "address", "bulk", "client", "copying", "server"},
     "transports/tcp": {
-        "__init__", "attach", "batch", "bulk", "client", "commands", "links", "mover", "pieces", "queue", "server",
+        "__init__", "attach", "batch", "bulk", "client", "commands", "eager", "links", "mover", "pieces", "queue",
+        "server",
     },
     "transports/verbs": {
         "__init__", "abi", "active", "bulk", "client", "datapath", "endpoints", "facts", "gpu_memory", "injecting",

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from memkv_vllm.protocol import codec
-from memkv_vllm.protocol.messages import Get, Put
+from memkv_vllm.protocol.messages import EAGER, Get, Put
 
 __all__ = ["GetColumns", "PutColumns", "pack_get_reply"]
 
@@ -27,6 +27,8 @@ class PutColumns(NamedTuple):
     """Bytes."""
     algorithm: int
     timeout_ms: int
+    eager: bool = False
+    """The bytes of all values come by themselves, in this order."""
 
     @classmethod
     def unpack(cls, body: memoryview) -> PutColumns:
@@ -34,7 +36,8 @@ class PutColumns(NamedTuple):
         count, k, algorithm, timeout_ms = codec.unpack_head(Put.HEAD, body)
         columns = codec.unpack_columns(Put.ITEM, k, count, body, Put.HEAD.size, 6)
         keys, checksums, layouts, regions, offsets, lengths = columns
-        return cls(keys, checksums, layouts, regions, offsets, lengths, algorithm, timeout_ms)
+        eager = bool(algorithm & EAGER)
+        return cls(keys, checksums, layouts, regions, offsets, lengths, algorithm & ~EAGER, timeout_ms, eager)
 
 
 class GetColumns(NamedTuple):

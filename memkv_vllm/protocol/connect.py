@@ -1,4 +1,4 @@
-"""CONNECT: how a session gets a data path that is brought up by messages (verbs: its queue pairs)."""
+"""CONNECT and ATTACH: how a session gets the ways of its bytes (verbs: queue pairs; tcp: data connections)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from typing import ClassVar
 from memkv_vllm.errors import RemoteProtocolError
 from memkv_vllm.protocol import codec
 from memkv_vllm.protocol.frame import MessageType
+from memkv_vllm.types import SessionId
 
-__all__ = ["Connect"]
+__all__ = ["Attach", "Connect"]
+
+_EAGER_CONNECTION = b"\x01"
 
 
 @dataclass(frozen=True)
@@ -53,3 +56,34 @@ class Connect:
         (length,) = codec.unpack_head(self._REPLY, body)
         codec.expect_length(body, self._REPLY.size + length)
         return bytes(body[self._REPLY.size :])
+
+
+@dataclass(frozen=True)
+class Attach:
+    """Make this connection a data connection of a live session of the same key: ``<16s`` its id. Reply: empty.
+
+    One byte 1 behind the id makes it the session's eager connection. The only request of a connection whose HELLO says
+    ``PeerKind.DATA``. After the reply the frames of this protocol end on it, and those of
+    ``memkv_vllm.transports.tcp.commands`` begin.
+    """
+
+    TYPE: ClassVar[MessageType] = MessageType.ATTACH
+
+    session: SessionId
+    eager: bool = False
+
+    def pack(self) -> bytes:
+        """The body."""
+        return bytes(self.session) + (_EAGER_CONNECTION if self.eager else b"")
+
+    @classmethod
+    def unpack(cls, body: memoryview) -> Attach:
+        """Parse a request body."""
+        if eager := body[16:] == _EAGER_CONNECTION:
+            body = body[:16]
+        codec.expect_length(body, 16)
+        return cls(SessionId(bytes(body)), eager)
+
+    def reply(self, body: memoryview) -> None:
+        """Empty."""
+        codec.expect_length(body, 0)

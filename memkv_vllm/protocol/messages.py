@@ -138,12 +138,16 @@ def _check_count(count: int) -> None:
         raise StoreError(f"a batch of {count} items; at most {codec.MAX_BATCH} fit in one message")
 
 
+EAGER = 0x80
+"""In a PUT's algorithm: its bytes come by themselves. Only to a server that took an eager connection."""
+
+
 @dataclass(frozen=True)
 class Put:
     """Store values out of the client's registered memory. Reply: a status per key.
 
-    Head ``<HBBI``: count, key length, checksum algorithm, timeout_ms. Item ``<{k}sQQIQQ``: key, checksum,
-    layout, region, offset, length.
+    Head ``<HBBI``: count, key length, checksum algorithm and :data:`EAGER`, timeout_ms. Item ``<{k}sQQIQQ``: key,
+    checksum, layout, region, offset, length.
     """
 
     TYPE: ClassVar[MessageType] = MessageType.PUT
@@ -153,15 +157,18 @@ class Put:
     items: Sequence[PutItem]
     algorithm: int
     timeout_ms: int
+    eager: bool = False
+    """The bytes come by themselves, over the session's eager connection (tcp)."""
 
     def pack(self) -> bytes:
         """The body."""
         _check_count(len(self.items))
+        algorithm = self.algorithm | EAGER if self.eager else self.algorithm
         if not self.items:
-            return self.HEAD.pack(0, 0, self.algorithm, self.timeout_ms)
+            return self.HEAD.pack(0, 0, algorithm, self.timeout_ms)
         keys, checksums, layouts, extents = zip(*self.items, strict=True)
         k = codec.common_key_length(keys)
-        head = self.HEAD.pack(len(self.items), k, self.algorithm, self.timeout_ms)
+        head = self.HEAD.pack(len(self.items), k, algorithm, self.timeout_ms)
         return head + codec.pack_columns(self.ITEM, (keys, checksums, layouts, *zip(*extents, strict=True)), k)
 
     @classmethod
@@ -173,7 +180,7 @@ class Put:
             _new(PutItem, (key, checksum, layout, _new(Extent, (region, offset, length))))
             for key, checksum, layout, region, offset, length in rows
         ]
-        return cls(items, algorithm, timeout_ms)
+        return cls(items, algorithm & ~EAGER, timeout_ms, bool(algorithm & EAGER))
 
     def reply(self, body: memoryview) -> list[Status]:
         """One status per item, in the order sent: ``<B`` each."""
@@ -484,33 +491,6 @@ class License:
         if len(body) > MAX_LICENSE_BYTES:
             raise RemoteProtocolError("length", f"a license of {len(body)} bytes; at most {MAX_LICENSE_BYTES}")
         return cls(bytes(body).decode("ascii", "replace"))
-
-    def reply(self, body: memoryview) -> None:
-        """Empty."""
-        codec.expect_length(body, 0)
-
-
-@dataclass(frozen=True)
-class Attach:
-    """Make this connection a data connection of a live session of the same key: ``<16s`` its id. Reply: empty.
-
-    The only request of a connection whose HELLO says ``PeerKind.DATA``. After the reply the frames of this protocol
-    end on it, and those of ``memkv_vllm.transports.tcp.commands`` begin.
-    """
-
-    TYPE: ClassVar[MessageType] = MessageType.ATTACH
-
-    session: SessionId
-
-    def pack(self) -> bytes:
-        """The body."""
-        return bytes(self.session)
-
-    @classmethod
-    def unpack(cls, body: memoryview) -> Attach:
-        """Parse a request body."""
-        codec.expect_length(body, 16)
-        return cls(SessionId(bytes(body)))
 
     def reply(self, body: memoryview) -> None:
         """Empty."""

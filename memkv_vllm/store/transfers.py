@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import anyio
@@ -36,7 +37,7 @@ from memkv_vllm.store.residency import Residency
 from memkv_vllm.store.sessions import StoreSession, Use
 from memkv_vllm.store.table import Table
 from memkv_vllm.store.turns import BulkTurns
-from memkv_vllm.transports.base import Move, Moves, remaining
+from memkv_vllm.transports.base import EagerBulk, Expected, Move, Moves, remaining
 from memkv_vllm.transports.memory import HostMemory
 from memkv_vllm.types import Deadline, Status
 
@@ -48,6 +49,8 @@ INLINE_CHECK_BYTES = 512 << 10
 """Less than this is checked on the loop (some 30 us): handing it to a thread costs the loop alone more than that."""
 _OVERRUN_S = 5.0
 """A transport keeps its deadlines itself; one that is late by this much is abandoned and fenced."""
+_FINISH_S = 1.0
+"""The least time that the bytes of an eager put get to come, once nobody waits for them; mostly they are there."""
 
 _Operation = Callable[[Sequence[Move], Deadline], Awaitable[list[Status]]]
 
@@ -82,6 +85,8 @@ class _Job:
     """On the clock of the deadline."""
     request: PutColumns | GetColumns
     statuses: bytearray
+    expected: Expected | None = None
+    """The bytes of an eager put."""
     uses: dict[int, Entry] = field(default_factory=dict)
     """Extents of the arena that the request uses, by place: until they are given back to the table or given up."""
 
@@ -155,18 +160,18 @@ class Transfers:
             RemoteProtocolError: the session was fenced.
         """
         self._require_data_path(session)
-        if request.algorithm not in ChecksumAlgorithm._value2member_map_:
-            self._counters["put_unknown_algorithm"] += 1
-            raise StoreError(f"PUT with checksum algorithm {request.algorithm}, which this server does not know")
-        job = self._job(session, BulkKind.PUT, request)
+        deadline = self._deadline(request)
+        if not request.eager:
+            return await self._put(session, request, deadline)
+        expected = _expect(session, request.lengths)
+        self._counters["eager_puts"] += 1
         try:
-            self._reserve(job, request)
-            await self._run(job, list(job.uses))
-        finally:
-            if job.uses:
-                self._give_up(job, list(job.uses))
-        self._count(job)
-        return bytes(job.statuses)
+            statuses = await self._put(session, request, deadline, expected)
+        except StoreError:
+            await self._finish(expected, deadline)
+            raise
+        await self._finish(expected, deadline)
+        return statuses
 
     async def get(self, session: StoreSession, request: GetColumns) -> bytes:
         """Fetches the values that a GET names into the session's regions.
@@ -178,7 +183,7 @@ class Transfers:
             RemoteProtocolError: the session was fenced.
         """
         self._require_data_path(session)
-        job = self._job(session, BulkKind.GET, request)
+        job = self._job(session, BulkKind.GET, request, self._deadline(request))
         try:
             found, on_disk = self._pin(job, request)
             if on_disk and self._residency is not None:
@@ -206,6 +211,26 @@ class Transfers:
             self._counters["settled_after_fence"] += 1
 
     # Steps of a request
+
+    async def _finish(self, expected: Expected, deadline: Deadline) -> None:
+        """Takes off what was not wanted: also what waited for its turn up to the deadline."""
+        await expected.finish(Deadline(max(deadline, self._clock() + _FINISH_S)))
+
+    async def _put(
+        self, session: StoreSession, request: PutColumns, deadline: Deadline, expected: Expected | None = None
+    ) -> bytes:
+        if request.algorithm not in ChecksumAlgorithm._value2member_map_:
+            self._counters["put_unknown_algorithm"] += 1
+            raise StoreError(f"PUT with checksum algorithm {request.algorithm}, which this server does not know")
+        job = self._job(session, BulkKind.PUT, request, deadline, expected)
+        try:
+            self._reserve(job, request)
+            await self._run(job, list(job.uses))
+        finally:
+            if job.uses:
+                self._give_up(job, list(job.uses))
+        self._count(job)
+        return bytes(job.statuses)
 
     def _reserve(self, job: _Job, request: PutColumns) -> None:
         places = self._allowed(job, Right.WRITE)
@@ -253,6 +278,8 @@ class Transfers:
 
     async def _run(self, job: _Job, places: list[int]) -> None:
         slices = self._turns.slices(job.kind, pick(places, job.request.lengths))
+        if slices and job.expected is not None:
+            slices = [slice(None)]  # they come in one piece, which is short
         if len(slices) == 1:
             self._drain_soon()
             await self._slice(job, places)
@@ -308,7 +335,11 @@ class Transfers:
         bulk = job.session.peer.bulk
         async with self._turns.turn(job.ticket, remaining(job.deadline, self._clock())) as granted:
             if granted:
-                moved = await self._move(bulk.pull if job.kind is BulkKind.PUT else bulk.push, job, places)
+                if job.expected is not None:
+                    operation: _Operation = partial(job.expected.pull, places)
+                else:
+                    operation = bulk.pull if job.kind is BulkKind.PUT else bulk.push
+                moved = await self._move(operation, job, places)
             else:
                 moved = [Status.BUSY] * len(places)
                 self._counters[f"{job.kind.name.lower()}_no_turn"] += 1
@@ -380,13 +411,20 @@ class Transfers:
 
     # Small things
 
-    def _job(self, session: StoreSession, kind: BulkKind, request: PutColumns | GetColumns) -> _Job:
-        timeout_s = min(request.timeout_ms / 1000, self._limits.transfer_timeout_s)
-        now = self._clock()
+    def _deadline(self, request: PutColumns | GetColumns) -> Deadline:
+        return Deadline(self._clock() + min(request.timeout_ms / 1000, self._limits.transfer_timeout_s))
+
+    def _job(
+        self,
+        session: StoreSession,
+        kind: BulkKind,
+        request: PutColumns | GetColumns,
+        deadline: Deadline,
+        expected: Expected | None = None,
+    ) -> _Job:
         ticket = self._turns.ticket(kind, session.peer.established.session)
-        return _Job(
-            session, kind, ticket, Deadline(now + timeout_s), now, request, bytearray(_FAILED * len(request.keys))
-        )
+        statuses = bytearray(_FAILED * len(request.keys))
+        return _Job(session, kind, ticket, deadline, self._clock(), request, statuses, expected)
 
     def _give_back(self, kind: BulkKind, entries: Sequence[Entry]) -> None:
         if kind is BulkKind.PUT:
@@ -420,6 +458,13 @@ class Transfers:
             job.session.put_bytes += moved_bytes
         else:
             job.session.get_bytes += moved_bytes
+
+
+def _expect(session: StoreSession, lengths: Sequence[int]) -> Expected:
+    bulk = session.peer.bulk
+    if not isinstance(bulk, EagerBulk):
+        raise RemoteProtocolError("eager", f"an eager put over {session.peer.data_path}")
+    return bulk.expect(lengths)
 
 
 def _sorted_out(

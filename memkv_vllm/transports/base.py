@@ -269,6 +269,38 @@ class Bulk(Protocol):
         ...
 
 
+class Expected(Protocol):
+    """The bytes of one eager put, which are on their way already. Finished by who asked for it."""
+
+    async def pull(self, places: Sequence[int], moves: Sequence[Move], deadline: Deadline) -> list[Status]:
+        """As :meth:`Bulk.pull`, of the values at ``places`` (growing); the bytes of the others are dropped. Once."""
+        ...
+
+    async def finish(self, deadline: Deadline) -> None:
+        """Return when all bytes have come, dropping them if they were not pulled, or the data path is fenced.
+
+        Before that the put must not be answered: the peer may then begin the next one.
+
+        Raises:
+            RemoteProtocolError: they have not come by ``deadline``.
+        """
+        ...
+
+
+@runtime_checkable
+class EagerBulk(Protocol):
+    """What a :class:`Bulk` has besides whose peer may send the bytes of a put without being asked for them."""
+
+    def expect(self, lengths: Sequence[int]) -> Expected:
+        """The peer sends values of these ``lengths`` (bytes), in this order.
+
+        Raises:
+            RemoteProtocolError: it may not: it has no connection for that, has another such put under way, or it is
+                too large.
+        """
+        ...
+
+
 class DataPath(Protocol):
     """A way of moving bytes that sessions of another transport's server may choose by CONNECT (verbs, beside tcp)."""
 
@@ -448,6 +480,8 @@ __all__ = [
     "ClientConnection",
     "ClientTransport",
     "DataPath",
+    "EagerBulk",
+    "Expected",
     "Move",
     "Moves",
     "Region",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, NoReturn
 
 from memkv_vllm.errors import RemoteProtocolError, StoreError
-from memkv_vllm.transports.base import Bulk, Move
+from memkv_vllm.transports.base import Bulk, EagerBulk, Expected, Move
 from memkv_vllm.types import Deadline, MemoryKind, Status
 
 __all__ = ["ChosenBulk", "offered_in", "refuse_connect"]
@@ -86,6 +86,12 @@ class ChosenBulk:
     def push(self, moves: Sequence[Move], deadline: Deadline) -> Coroutine[Any, Any, list[Status]]:
         """Copy into the peer's memory; see the protocol."""
         return self._bulk.push(moves, deadline)
+
+    def expect(self, lengths: Sequence[int]) -> Expected:
+        """The peer sends values of these lengths; see ``memkv_vllm.transports.base.EagerBulk``."""
+        if not isinstance(self._bulk, EagerBulk):
+            raise RemoteProtocolError("eager", f"an eager put over {self.name}")
+        return self._bulk.expect(lengths)
 
     async def fence(self) -> None:
         """Stop all outstanding work of the peer; see the protocol."""

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from struct import error as StructError
 from typing import NamedTuple, TypeVar
 
@@ -127,6 +127,11 @@ class ControlChannel:
         """False once the channel has ended."""
         return self._ended is None and not self._closing
 
+    @property
+    def num_pending(self) -> int:
+        """Requests on their way."""
+        return len(self._pending)
+
     def statistics(self) -> ChannelStatistics:
         """What happened so far."""
         waiting = self._writer.waiting_bytes
@@ -153,8 +158,22 @@ class ControlChannel:
         if not self._closing:
             raise self._ended or error
 
-    async def request(self, request: Request[R], deadline: Deadline, fds: Sequence[int] = ()) -> R:
-        """Send ``request`` and await its reply; see ``ClientConnection.request``. ``fds`` go with the frame."""
+    async def request(
+        self,
+        request: Request[R],
+        deadline: Deadline,
+        fds: Sequence[int] = (),
+        sent: Callable[[], None] | None = None,
+    ) -> R:
+        """Send ``request`` and await its reply; see ``ClientConnection.request``.
+
+        Args:
+            request: what to ask.
+            deadline: for the reply.
+            fds: go with the frame.
+            sent: called once the frame is on its way, or will be; not where ``NotSent`` is raised, or what says that
+                the request was not sent for its own sake.
+        """
         body = self._pack(request)
         has_place = request.TYPE is not Ping.TYPE
         if has_place and self._places.value and deadline > time.monotonic():
@@ -163,6 +182,8 @@ class ControlChannel:
             self._check_alive()
             raise NotSent(f"{self._label} had no place for {request.TYPE.name} by its deadline")
         pending = self._send(request.TYPE, body, deadline, fds, has_place)
+        if sent is not None:
+            sent()
         # Nothing but a future and one timer per channel: this is the engine's way to every lookup.
         reply = await pending.arrived
         if reply is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
+from typing import Literal
 
 import anyio
 import anyio.to_thread
@@ -29,6 +30,10 @@ from tests.support.peers import raw_stream, shake_hands, until_closed
 from tests.support.scripted import soon
 
 pytestmark = pytest.mark.fuzz
+
+Way = Literal["put", "get", "eager", "early"]
+WAYS: list[Way] = ["put", "get", "eager", "early"]
+"""The last two are eager puts: with the bytes sent behind the PUT, or before it."""
 
 KEY = make_key(HOSTILE, 5)
 STORED = make_key(HOSTILE, 6)
@@ -55,40 +60,52 @@ def read_some(sock: socket.socket, count: int, timeout_s: float = 1.0) -> bytes:
     return came
 
 
-async def misbehave(made: Target, answers: list[tuple[str, bytes]], getting: bool) -> None:
+async def misbehave(made: Target, answers: list[tuple[str, bytes]], way: Way) -> None:
     """Attach a data connection, ask for a transfer, and answer the server's command with ``answers``.
 
     Args:
         made: the server.
         answers: (how to make the frame, bytes) one after the other.
-        getting: whether the transfer is a get.
+        way: what is asked for; an eager put has no command, and its answers are there at once or before it.
     """
+    early = way == "early"
+    eager = early or way == "eager"
     credentials = Credentials(made.site.keys["hostile"], "hostile")
     async with raw_stream(made.factory, made.site.address) as stream:
         session = made.session()
         await shake_hands(stream, session)
         assert session.established is not None
         sock, ours, _ = await attach(
-            socket.create_connection(made.site.address), credentials, session.established, soon(), label="test"
+            socket.create_connection(made.site.address),
+            credentials,
+            session.established,
+            soon(),
+            label="test",
+            eager=eager,
         )
         with sock:
             sealer = CommandSealer(ours)
             extent = Extent(1, 0, VALUE)
             body = (
                 Get([GetItem(STORED, LAYOUT, extent)], 150).pack()
-                if getting
-                else Put([PutItem(KEY, 0, LAYOUT, extent)], 0, 150).pack()
+                if way == "get"
+                else Put([PutItem(KEY, 0, LAYOUT, extent)], 0, 150, eager).pack()
             )
             frames = seal(session, MessageType.REGISTER, Register(1, MemoryKind.HOST, 16 * VALUE).pack())
-            frames += seal(session, MessageType.GET if getting else MessageType.PUT, body, request_id=2)
-            await send_all(stream, frames)
-            command = await anyio.to_thread.run_sync(read_some, sock, FIRST_BYTES)
+            frames += seal(session, MessageType.GET if way == "get" else MessageType.PUT, body, request_id=2)
+            command = b""
+            if not early:
+                await send_all(stream, frames)
+            if not eager:
+                command = await anyio.to_thread.run_sync(read_some, sock, FIRST_BYTES)
             sock.setblocking(False)
             for how, data in answers:
                 try:
                     sock.send(command if how == "reflected" else frame_of(sealer, how, data))
                 except OSError:
                     break  # it was cut, or does not read
+            if early:
+                await send_all(stream, frames)
             with anyio.move_on_after(0.05):
                 await until_closed(stream)
             if not answers:
@@ -121,38 +138,41 @@ ANSWERS = st.lists(
     ),
     max_size=4,
 ).filter(lambda answers: [how for how, _ in answers][:1] != ["sent"] or "payload" not in [how for how, _ in answers])
-"""All but the right answer to a READ: SENT, and then as many bytes as were asked for, whatever they are."""
+"""All but the right answer to a READ, which is what an eager put begins with, too: SENT, and then as many bytes as were
+asked for, whatever they are."""
 
 
-@pytest.mark.parametrize("getting", [False, True], ids=["put", "get"])
-def test_hostile_answers_on_a_data_connection(server: Target, fuzz_seconds: float, getting: bool) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_hostile_answers_on_a_data_connection(server: Target, fuzz_seconds: float, way: Way) -> None:
     before = held_fds()
 
     def check(answers: list[tuple[str, bytes]]) -> None:
-        server.attack(misbehave, answers, getting)
+        server.attack(misbehave, answers, way)
 
     run(40, fuzz_seconds, ANSWERS, check)
     assert held_fds() <= before
 
 
+@pytest.mark.parametrize("way", ["put", "eager", "early"])
 @pytest.mark.parametrize("at", [0, 4, 6, 8, 16, 36, FIRST_BYTES - 1])
-def test_an_answer_with_a_wrong_byte_moves_nothing(server: Target, at: int) -> None:
+def test_an_answer_with_a_wrong_byte_moves_nothing(server: Target, at: int, way: Way) -> None:
     """Wherever it is, in what the MAC covers or in the MAC: the value is not there afterwards, and the peer is cut."""
     before = server.cuts()
-    server.attack(misbehave, [("spoilt", bytes(at)), ("payload", b"x")], False)
+    server.attack(misbehave, [("spoilt", bytes(at)), ("payload", b"x")], way)
     assert server.cuts() > before
 
 
 def test_the_servers_own_command_is_no_answer(server: Target) -> None:
     before = server.cuts()
-    server.attack(misbehave, [("reflected", b""), ("payload", b"x")], False)
+    server.attack(misbehave, [("reflected", b""), ("payload", b"x")], "put")
     assert server.cuts() > before
 
 
-def test_the_right_answer_moves_the_value(server: Target) -> None:
+@pytest.mark.parametrize("way", ["put", "eager", "early"])
+def test_the_right_answer_moves_the_value(server: Target, way: Way) -> None:
     """What the tests above would be worth nothing without: the same script, rightly sealed, does store a value."""
     with pytest.raises(AssertionError, match="became visible"):
-        server.attack(misbehave, [("sent", b""), ("payload", b"x")], False)
+        server.attack(misbehave, [("sent", b""), ("payload", b"x")], way)
     assert server.portal.call(forget, server) == 1
 
 
@@ -167,6 +187,6 @@ async def forget(made: Target) -> int:
 
 def test_noise_on_data_connections_ends_their_session(server: Target) -> None:
     before = server.cuts()
-    for _ in range(5):
-        server.attack(misbehave, [("noise", os.urandom(200))], False)
-    assert server.cuts() - before >= 5
+    for way in WAYS:
+        server.attack(misbehave, [("noise", os.urandom(200))], way)
+    assert server.cuts() - before >= len(WAYS)

@@ -55,7 +55,14 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=10,
 )
-PUTS = st.builds(lambda rows, a, t: Put([PutItem(*r) for r in rows], a, t), batches(U64, U64, EXTENTS), U8, U32)
+U7 = st.integers(0, 127)
+PUTS = st.builds(
+    lambda rows, a, t, eager: Put([PutItem(*r) for r in rows], a, t, eager),
+    batches(U64, U64, EXTENTS),
+    U7,
+    U32,
+    st.booleans(),
+)
 GETS = st.builds(lambda rows, t: Get([GetItem(*r) for r in rows], t), batches(U64, EXTENTS), U32)
 EXISTS = st.builds(lambda rows, shards: Exists([r[0] for r in rows], shards), batches(), st.integers(1, 65535))
 REPORTS = st.builds(lambda rows: ReportBad([BadValue(*r) for r in rows]), batches(U64))
@@ -152,7 +159,7 @@ def test_a_put_in_columns_is_what_its_items_say(put: Put) -> None:
         columns.keys, columns.checksums, columns.layouts, columns.regions, columns.offsets, columns.lengths, strict=True
     )
     assert [PutItem(key, checksum, layout, Extent(*extent)) for key, checksum, layout, *extent in rows] == put.items
-    assert (columns.algorithm, columns.timeout_ms) == (put.algorithm, put.timeout_ms)
+    assert (columns.algorithm, columns.timeout_ms, columns.eager) == (put.algorithm, put.timeout_ms, put.eager)
 
 
 @given(GETS)

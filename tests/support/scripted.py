@@ -13,7 +13,7 @@ from memkv_vllm.errors import LicenseError, RemoteProtocolError, StoreError
 from memkv_vllm.protocol.frame import MessageType
 from memkv_vllm.protocol.messages import Get, GetResult, Put
 from memkv_vllm.protocol.session import Limits, ServerIdentity
-from memkv_vllm.transports.base import Move, ServerPeer
+from memkv_vllm.transports.base import EagerBulk, Move, ServerPeer
 from memkv_vllm.transports.memory import HostMemory
 from memkv_vllm.types import Deadline, Extent, SessionId, Status
 
@@ -110,7 +110,14 @@ class ScriptedHandler:
         if type is MessageType.PUT:
             put = Put.unpack(body)
             moves = [Move(item.extent, offset_of(item.key)) for item in put.items]
-            statuses = await peer.bulk.pull(moves, soon(put.timeout_ms / 1000))
+            deadline = soon(put.timeout_ms / 1000)
+            if put.eager:
+                assert isinstance(peer.bulk, EagerBulk)
+                expected = peer.bulk.expect([item.extent.length for item in put.items])
+                statuses = await expected.pull(range(len(moves)), moves, deadline)
+                await expected.finish(soon())
+            else:
+                statuses = await peer.bulk.pull(moves, deadline)
             self.statuses = statuses
             return bytes(statuses)
         if type is MessageType.GET:

@@ -55,6 +55,10 @@ class DataPeer:
             await anyio.wait_writable(self.sock)
             view = view[self.sock.send(view) :]
 
+    async def send_values(self, *values: bytes) -> None:
+        """What a client sends of an eager put, or as the answer to a READ: SENT and the bytes."""
+        await self.send(self.sealer.pack(Kind.SENT) + b"".join(values))
+
     async def command(self) -> tuple[Kind, list[Extent]]:
         """The next command of the server."""
         frame = await self.receive(FIRST_BYTES)
@@ -81,18 +85,19 @@ class HandMadeClient:
     data: list[DataPeer]
     ended: list[BaseException | None] = field(default_factory=list)
 
-    async def attach(self, key: bytes = KEY, key_id: str = "default") -> DataPeer:
-        """One more data connection."""
+    async def attach(self, key: bytes = KEY, key_id: str = "default", *, eager: bool = False) -> DataPeer:
+        """One more data connection; ``eager``: the one for eager puts."""
         sock = await dial(*self.address, soon())
-        credentials = Credentials(key, key_id)
-        sock, ours, theirs = await attach(sock, credentials, self.channel.established, soon(), label="the server")
+        sock, ours, theirs = await attach(
+            sock, Credentials(key, key_id), self.channel.established, soon(), label="the server", eager=eager
+        )
         self.data.append(DataPeer(sock, CommandSealer(ours), CommandOpener(theirs)))
         return self.data[-1]
 
-    async def put(self, *extents: Extent, at: int = 0, timeout_ms: int = 5000) -> list[Status]:
-        """Ask the server to fetch ``extents``."""
+    async def put(self, *extents: Extent, at: int = 0, timeout_ms: int = 5000, eager: bool = False) -> list[Status]:
+        """Ask the server to fetch ``extents``; ``eager``: say that their bytes come by themselves, and send none."""
         items = [PutItem(key_at(at + index * (1 << 20)), 0, 0, extent) for index, extent in enumerate(extents)]
-        return await self.channel.request(Put(items, 0, timeout_ms), soon())
+        return await self.channel.request(Put(items, 0, timeout_ms, eager), soon())
 
 
 @asynccontextmanager

@@ -54,6 +54,7 @@ async def test_a_rail_that_is_cut_is_left_for_the_next_at_once(caplog: pytest.Lo
         assert (await world.ready()).host == "rail2"
         assert world.tried == ["rail1", "rail2"]
         assert world.link.statistics().connect_failures == 1
+        await until(lambda: any("event=second_choice" in record.getMessage() for record in caplog.records))
         (line,) = [record.getMessage() for record in caplog.records if "event=second_choice" in record.getMessage()]
         assert "using='fake rail2:1'" in line and "no way to rail1" in line
         assert not any("event=server_down" in record.getMessage() for record in caplog.records), "nothing is down"

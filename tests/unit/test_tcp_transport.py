@@ -24,7 +24,8 @@ from memkv_vllm.errors import (
     RequestTimeout,
 )
 from memkv_vllm.protocol.auth import Credentials
-from memkv_vllm.protocol.messages import Attach, Ping
+from memkv_vllm.protocol.connect import Attach
+from memkv_vllm.protocol.messages import Ping
 from memkv_vllm.protocol.session import Limits, PeerKind, Session, State
 from memkv_vllm.transports import sockets as tcp_sockets
 from memkv_vllm.transports.base import Move, Region
@@ -118,11 +119,11 @@ async def test_a_client_opens_data_connections_with_its_first_region_only() -> N
         assert client.connection.num_data_connections == 0  # type: ignore[attr-defined]
         for region in (1, 2):
             await client.connection.register(Region(region, MemoryKind.HOST, 4096, client.memory), soon())
-            assert client.connection.num_data_connections == 4  # type: ignore[attr-defined]
+            assert client.connection.num_data_connections == 5  # type: ignore[attr-defined]
         (peer,) = server.handler.peers.values()
-        assert peer.bulk.num_connections == 4  # type: ignore[attr-defined]
+        assert peer.bulk.num_connections == 5, "four and the eager one"  # type: ignore[attr-defined]
         assert server.handler.counts["opened"] == 1
-        assert server.handler.counts["departed"] == 4, "a data connection is no session and holds no handshake's place"
+        assert server.handler.counts["departed"] == 5, "a data connection is no session and holds no handshake's place"
 
 
 async def test_sockets_notice_a_peer_whose_host_is_gone() -> None:
@@ -132,7 +133,7 @@ async def test_sockets_notice_a_peer_whose_host_is_gone() -> None:
         ends = [connection._sock for connection in peer.bulk._connections]  # type: ignore[attr-defined]
         ends += [link._sock for link in client.connection._links._links]  # type: ignore[attr-defined]
         ends.append(client.connection._channel._stream._sock)  # type: ignore[attr-defined]
-        assert len(ends) == 9
+        assert len(ends) == 11
         for sock in ends:
             assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == tcp_sockets.USER_TIMEOUT_MS
             assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1

@@ -83,7 +83,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "refused_plain", "refused_session", "refused_sessions", "report_bad_denied",
     ),
     "memkv_connections_cut_total": (
-        "attach", "auth_failed", "connect", "extent", "fds", "fenced", "flags", "handover", "handshake",
+        "attach", "auth_failed", "connect", "eager", "extent", "fds", "fenced", "flags", "handover", "handshake",
         "handshake_displaced", "handshake_timeout", "header", "json", "key_removed", "keys", "kind", "length",
         "license", "license_expired", "lost", "mac", "magic", "region", "request_id", "sequence", "shards", "state",
         "tls", "token", "transport", "truncated", "type", "unasked", "version", "write_timeout",

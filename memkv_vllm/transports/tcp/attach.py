@@ -15,8 +15,9 @@ import anyio
 
 from memkv_vllm.errors import ConnectError, ConnectionLost, RemoteProtocolError, StoreError
 from memkv_vllm.protocol.auth import NONCE_BYTES, Credentials, Sealer
+from memkv_vllm.protocol.connect import Attach
 from memkv_vllm.protocol.frame import MessageType
-from memkv_vllm.protocol.messages import Attach, ErrorCode, ErrorReply
+from memkv_vllm.protocol.messages import ErrorCode, ErrorReply
 from memkv_vllm.protocol.session import Established, PeerKind, ReplyReceived, RequestReceived, Session
 from memkv_vllm.transports.base import remaining
 from memkv_vllm.transports.control import shake_hands
@@ -52,8 +53,9 @@ class Attachable:
         await send_all(stream, session.data_to_send())
         request = await _only_request(session, stream)
         try:
-            bulk = self._find(session, Attach.unpack(request.body))
-            bulk.check_room()
+            asked = Attach.unpack(request.body)
+            bulk = self._find(session, asked)
+            bulk.check_room(eager=asked.eager)
         except StoreError as error:
             session.send_error(request.request_id, request.type, ErrorReply(ErrorCode.BAD_REQUEST, str(error)))
             await send_all(stream, session.data_to_send())
@@ -63,7 +65,7 @@ class Attachable:
         if not isinstance(stream, SocketStream | TlsStream) or stream.secured:
             raise RemoteProtocolError("attach", "a data connection over a stream that has no socket of its own")
         ours, theirs = session.hand_over()
-        bulk.attach(stream.release(), ours, theirs)
+        bulk.attach(stream.release(), ours, theirs, eager=asked.eager)
 
     def _find(self, session: Session, attach: Attach) -> TcpBulk:
         key_id, bulk = self._live.get(attach.session, ("", None))
@@ -82,7 +84,13 @@ async def _only_request(session: Session, stream: ControlStream) -> RequestRecei
 
 
 async def attach(
-    sock: socket.socket, credentials: Credentials, established: Established, deadline: Deadline, *, label: str
+    sock: socket.socket,
+    credentials: Credentials,
+    established: Established,
+    deadline: Deadline,
+    *,
+    label: str,
+    eager: bool = False,
 ) -> tuple[socket.socket, Sealer, Sealer]:
     """Client: make ``sock`` a data connection of the session ``established``.
 
@@ -92,6 +100,7 @@ async def attach(
         established: the session.
         deadline: for all of it.
         label: the server's name in messages.
+        eager: it is to be the session's eager connection.
 
     Returns:
         the socket, the seal of what we send and that of what comes.
@@ -107,7 +116,7 @@ async def attach(
             seen = await shake_hands(stream, session)
             if seen.server.boot_id != established.server.boot_id:
                 raise ConnectError(f"{label}: another server answers at this address now")
-            await _ask(session, stream, established.session)
+            await _ask(session, stream, Attach(established.session, eager))
         ours, theirs = session.hand_over()
         return stream.release(), ours, theirs
     except TimeoutError:
@@ -121,8 +130,7 @@ async def attach(
         raise
 
 
-async def _ask(session: Session, stream: SocketStream, wanted: SessionId) -> None:
-    request = Attach(wanted)
+async def _ask(session: Session, stream: SocketStream, request: Attach) -> None:
     session.send_request(request.TYPE, request.pack())
     await send_all(stream, session.data_to_send())
     while data := await stream.receive():

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from memkv_vllm.transports.base import Move
 from memkv_vllm.transports.faults import Action, BitFlip, Die, Drop, Fail, LateWrite, Operation, Short, die
 from memkv_vllm.transports.memory import HostMemory
-from memkv_vllm.transports.tcp.pieces import cut, outcome
+from memkv_vllm.transports.tcp.pieces import Piece, cut, outcome
 from memkv_vllm.transports.tcp.queue import Transfer
 from memkv_vllm.types import Extent, Status
 
@@ -49,6 +49,7 @@ class Batch:
         """Moves to carry out beside those that :meth:`seal` is given, each with its slot."""
         self.late: list[Late] = []
         self.transfers: list[Transfer] = []
+        self.is_coming = False
         self._operation = operation
         self._num_slots = num_slots
         self._arena = arena
@@ -94,6 +95,11 @@ class Batch:
         if self.plain:
             self._append([slot for slot, _ in self.plain], [move for _, move in self.plain], memory)
 
+    def seal_coming(self, piece: Piece) -> None:
+        """Carry out ``piece`` and nothing else: the peer sends it without being asked."""
+        self.is_coming = True
+        self._add([piece], self._arena.array.data)
+
     async def wait(self, timeout_s: float) -> None:
         """Return when every transfer is complete, after ``timeout_s``, or when :meth:`wake` was called."""
         if self._left:
@@ -129,7 +135,9 @@ class Batch:
     # -- inside
 
     def _append(self, slots: Sequence[int], moves: Sequence[Move], memory: memoryview) -> None:
-        pieces = cut(slots, moves)
+        self._add(cut(slots, moves), memory)
+
+    def _add(self, pieces: Sequence[Piece], memory: memoryview) -> None:
         self.transfers.append(Transfer(self._operation, pieces, memory, self._report_completed))
         if pieces:
             self._left += 1

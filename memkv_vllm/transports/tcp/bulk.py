@@ -16,10 +16,11 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import anyio
 
-from memkv_vllm.errors import LocalProtocolError, StoreError
+from memkv_vllm.errors import LocalProtocolError, RemoteProtocolError, StoreError
 from memkv_vllm.protocol.auth import Sealer
 from memkv_vllm.transports.base import Move, Moves, remaining
 from memkv_vllm.transports.choosing import refuse_connect
@@ -27,12 +28,21 @@ from memkv_vllm.transports.faults import Action, FaultPlan, Operation, strike_mo
 from memkv_vllm.transports.memory import HostMemory
 from memkv_vllm.transports.regions import check_region
 from memkv_vllm.transports.tcp.batch import Batch
-from memkv_vllm.transports.tcp.mover import CLOSED, DataConnection, Movers
+from memkv_vllm.transports.tcp.eager import ExpectedPut, may_be_eager
+from memkv_vllm.transports.tcp.mover import CLOSED, DataConnection, EagerConnection, Movers
 from memkv_vllm.transports.tcp.pieces import columns
 from memkv_vllm.transports.tcp.queue import PieceQueue
 from memkv_vllm.types import Deadline, MemoryKind, Status
 
 _log = logging.getLogger("memkv.transports.tcp")
+
+
+class _Coming(NamedTuple):
+    """A pull whose bytes come without a READ."""
+
+    expected: ExpectedPut
+    places: Sequence[int]
+    """Of the moves, among the put's values."""
 
 
 class TcpBulk:
@@ -72,6 +82,11 @@ class TcpBulk:
         self._loop = asyncio.get_running_loop()
         self._regions: dict[int, int] = {}
         self._queue: PieceQueue[DataConnection] = PieceQueue()
+        self._eager: PieceQueue[DataConnection] = PieceQueue()
+        """For the eager connection, which takes what comes in the order in which it was sent."""
+        self._has_eager = False
+        self._expected: ExpectedPut | None = None
+        self._num_expected = 0
         self._connections: list[DataConnection] = []
         self._late: list[asyncio.TimerHandle] = []
         self._gone = anyio.Event()
@@ -101,22 +116,40 @@ class TcpBulk:
         )
         self._regions[region] = length
 
-    def check_room(self) -> None:
+    def check_room(self, *, eager: bool = False) -> None:
         """Whether one more data connection may be attached. Raises ``StoreError`` if not."""
         if self._gone.is_set():
             raise StoreError("this session has ended")
         if len(self._connections) >= self._max_connections:
             raise StoreError(f"at most {self._max_connections} data connections per session")
+        if eager and self._has_eager:
+            raise StoreError("one eager connection per session")
 
-    def attach(self, sock: socket.socket, ours: Sealer, theirs: Sealer) -> None:
-        """Use ``sock`` from now on; owns it. After :meth:`fence` it is closed at once."""
-        if self._gone.is_set():
-            sock.close()
+    def attach(self, sock: socket.socket, ours: Sealer, theirs: Sealer, *, eager: bool = False) -> None:
+        """Use ``sock`` from now on, for eager puts or all else; owns it. After :meth:`fence` it is closed at once."""
+        if self._gone.is_set() or (eager and self._has_eager):
+            sock.close()  # two that asked at the same time have both been told that there is room
             return
         mover = self._movers.choose()
-        connection = DataConnection(sock, ours, theirs, self._queue, mover, self._report_lost)
+        if eager:
+            connection: DataConnection = EagerConnection(sock, ours, theirs, self._eager, mover, self._report_lost)
+        else:
+            connection = DataConnection(sock, ours, theirs, self._queue, mover, self._report_lost)
+        self._has_eager |= eager
         self._connections.append(connection)
         connection.start()
+
+    def expect(self, lengths: Sequence[int]) -> ExpectedPut:
+        """The peer sends values of these lengths; see ``memkv_vllm.transports.base.EagerBulk``."""
+        if not self._has_eager:
+            raise RemoteProtocolError("eager", "an eager put of a session without a connection for it")
+        if self._expected is not None and not self._expected.finished:
+            raise RemoteProtocolError("eager", "an eager put beside another one")
+        if not may_be_eager(lengths):
+            raise RemoteProtocolError("eager", f"an eager put of {len(lengths)} values, {sum(lengths)} bytes")
+        self._expected = ExpectedPut(self._num_expected, lengths, self._take_off, self._gone.is_set)
+        self._num_expected += 1
+        return self._expected
 
     async def pull(self, moves: Sequence[Move], deadline: Deadline) -> list[Status]:
         """Copy out of the peer's memory; see the protocol."""
@@ -130,6 +163,7 @@ class TcpBulk:
         """Close the data connections; see the protocol."""
         self._gone.set()
         self._queue.close()
+        self._eager.close()
         while self._late:
             self._late.pop().cancel()
         while self._connections:
@@ -140,27 +174,41 @@ class TcpBulk:
 
     # -- transfers
 
-    async def _transfer(self, operation: Operation, moves: Sequence[Move], deadline: Deadline) -> list[Status]:
+    async def _take_off(
+        self, expected: ExpectedPut, places: Sequence[int], moves: Sequence[Move], deadline: Deadline
+    ) -> list[Status]:
+        return await self._transfer(Operation.PULL, moves, deadline, _Coming(expected, places))
+
+    async def _transfer(
+        self, operation: Operation, moves: Sequence[Move], deadline: Deadline, coming: _Coming | None = None
+    ) -> list[Status]:
         batch = Batch(operation, len(moves), self._arena, self._loop, self._cut)
         if remaining(deadline, time.monotonic()) and not self._gone.is_set():
             self._batches.add(batch)
             try:
                 if self._faults is None:
-                    self._fill(batch, moves, {})
+                    self._fill(batch, moves, {}, coming)
                     await self._run(batch, deadline)
                 else:
                     with anyio.move_on_after(remaining(deadline, time.monotonic())):
-                        await self._run_with_faults(batch, operation, moves, deadline)
+                        await self._run_with_faults(batch, operation, moves, deadline, coming)
             finally:
                 self._batches.discard(batch)
                 for transfer in batch.transfers:
-                    self._queue.drop(transfer)
+                    # What comes by itself is never left out: its bytes would be taken for those of the next put.
+                    if not batch.is_coming or not transfer.left:
+                        self._queue.drop(transfer)
         # FAILED promises that nothing moves any more; pieces that are under way may.
         return batch.statuses(Status.TIMEOUT if self._connections and not self._gone.is_set() else Status.FAILED)
 
-    def _fill(self, batch: Batch, moves: Sequence[Move], faults: Mapping[int, Action]) -> None:
+    def _fill(
+        self, batch: Batch, moves: Sequence[Move], faults: Mapping[int, Action], coming: _Coming | None = None
+    ) -> None:
         every = columns(moves)
         slots = self._allowed(batch, every)
+        if coming is not None:
+            batch.seal_coming(coming.expected.scatter({coming.places[slot]: slot for slot in slots}, every))
+            return
         if faults:
             for slot in slots:
                 if slot in faults:
@@ -188,22 +236,27 @@ class TcpBulk:
             await batch.wait(remaining(deadline, time.monotonic()))
 
     async def _run_with_faults(
-        self, batch: Batch, operation: Operation, moves: Sequence[Move], deadline: Deadline
+        self, batch: Batch, operation: Operation, moves: Sequence[Move], deadline: Deadline, coming: _Coming | None
     ) -> None:
         delay_s, faults = strike_moves(self._faults, operation, moves)
         if delay_s:
             await anyio.sleep(delay_s)
+        if faults and coming is not None:
+            # What is broken is broken in moves of its own: these bytes are dropped, and asked for again.
+            await self._take_off(coming.expected, (), (), deadline)
+            coming = None
         if not self._gone.is_set():
-            self._fill(batch, moves, faults)
+            self._fill(batch, moves, faults, coming)
             self._start_late(operation, batch)
             await self._run(batch, deadline)
             if batch.has_drops:
                 await self._gone.wait()
 
     def _start(self, batch: Batch) -> None:
+        queue = self._eager if batch.is_coming else self._queue
         for transfer in batch.transfers:
             if transfer.pieces:
-                for connection, work in self._queue.add(transfer):
+                for connection, work in queue.add(transfer):
                     connection.begin(work)
 
     def _start_late(self, operation: Operation, batch: Batch) -> None:

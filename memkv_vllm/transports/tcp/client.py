@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 import anyio
 
-from memkv_vllm.errors import ConnectError, FenceTimeout, LocalProtocolError, StoreError
+from memkv_vllm.errors import (
+    ConnectError,
+    FenceTimeout,
+    LocalProtocolError,
+    NotSent,
+    RequestTimeout,
+    StoreError,
+)
 from memkv_vllm.protocol.auth import Credentials
-from memkv_vllm.protocol.messages import Register, Request
+from memkv_vllm.protocol.messages import Put, Register, Request
 from memkv_vllm.protocol.session import Established, PeerKind
 from memkv_vllm.transports.base import Capabilities, Region, remaining
 from memkv_vllm.transports.control import ChannelStatistics, ControlChannel
 from memkv_vllm.transports.sockets import Address, dial, dial_address
 from memkv_vllm.transports.streams import ControlStream, SocketStream
 from memkv_vllm.transports.tcp.attach import attach
-from memkv_vllm.transports.tcp.links import Links
+from memkv_vllm.transports.tcp.links import EagerLink, Links
 from memkv_vllm.transports.tls import TlsStream, client_context
-from memkv_vllm.types import Deadline, MemoryKind
+from memkv_vllm.types import Deadline, MemoryKind, Status
 
 R = TypeVar("R")
 
@@ -91,11 +99,24 @@ class TcpConnection:
         async with self._attaching:
             if not len(self._links) and self._channel.alive:
                 await self._attach_all(deadline)
+        is_new = region.id not in self._links.regions
         self._links.regions.setdefault(region.id, region.memory)
-        await self._channel.request(Register(region.id, region.kind, region.length), deadline)
+        try:
+            await self._channel.request(Register(region.id, region.kind, region.length), deadline)
+        except StoreError:
+            if is_new:
+                del self._links.regions[region.id]
+            raise
 
     async def request(self, request: Request[R], deadline: Deadline) -> R:
         """Send a request and await its reply; see the protocol."""
+        eager = self._links.eager
+        if isinstance(request, Put):
+            if request.eager:
+                raise LocalProtocolError("whether a put is eager is chosen here")
+            # Where others are on their way already, the bytes of this one need not be early.
+            if eager is not None and not self._channel.num_pending and eager.claim([x.extent for x in request.items]):
+                return await self._put_eagerly(request, eager, deadline)
         return await self._channel.request(request, deadline)
 
     async def fence(self, deadline: Deadline) -> None:
@@ -119,20 +140,48 @@ class TcpConnection:
 
     # -- inside
 
+    async def _put_eagerly(self, put: Put, eager: EagerLink, deadline: Deadline) -> list[Status]:
+        try:
+            statuses = await self._channel.request(replace(put, eager=True), deadline, sent=eager.send)
+        except (NotSent, LocalProtocolError):
+            eager.release()
+            raise
+        except StoreError:
+            # Refused before anybody looked at it: nobody takes its bytes off either, so this was the last eager put.
+            eager.stop()
+            await self._await_sent(eager, deadline)
+            raise
+        await self._await_sent(eager, deadline)
+        eager.release(in_vain=Status.OK not in statuses)
+        return statuses
+
+    async def _await_sent(self, eager: EagerLink, deadline: Deadline) -> None:
+        """The caller may use its memory anew after this."""
+        if not await eager.wait_sent(remaining(deadline, time.monotonic())):
+            raise RequestTimeout(f"{self._label} did not take the bytes of a PUT by its deadline")
+
     async def _attach_all(self, deadline: Deadline) -> None:
         try:
             # One after the other: a cluster that starts at once must not fill the server's places for handshakes.
             for _ in range(self._num_connections):
                 await self._attach(deadline)
+            try:
+                # It can be done without: a way that swallows it must leave time for the rest.
+                now = time.monotonic()
+                await self._attach(Deadline(now + remaining(deadline, now) / 3), eager=True)
+            except ConnectError as error:
+                # An older server, or one that allows no more connections: it asks for the bytes of every put.
+                _log.info("event=not_eager %s", error)
         except BaseException:
             # A session with some of its data connections is none: its owner makes another.
             self._links.shut_down()
             self._channel.close()
             raise
 
-    async def _attach(self, deadline: Deadline) -> None:
+    async def _attach(self, deadline: Deadline, *, eager: bool = False) -> None:
         sock = await dial_address(self._family, self._address, deadline)
-        self._links.add(*await attach(sock, self._credentials, self.established, deadline, label=self._label))
+        attached = await attach(sock, self._credentials, self.established, deadline, label=self._label, eager=eager)
+        self._links.add(*attached, eager=eager)
 
 
 class TcpClientTransport:

@@ -83,6 +83,11 @@ class CommandOpener:
         self._sealer = sealer
         self._sequence = 0
 
+    @property
+    def due(self) -> int:
+        """Sequence number of the next frame."""
+        return self._sequence
+
     def more_bytes(self, first: bytes | bytearray | memoryview) -> int:
         """How much longer than ``FIRST_BYTES`` the frame is that begins with ``first``.
 

@@ -15,7 +15,8 @@ import asyncio
 import logging
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
 
 import anyio
 
@@ -23,7 +24,8 @@ from memkv_vllm.errors import ConnectionLost, MemkvError, RemoteProtocolError
 from memkv_vllm.protocol.auth import Sealer
 from memkv_vllm.transports.memory import HostMemory
 from memkv_vllm.transports.tcp.commands import FIRST_BYTES, CommandOpener, CommandSealer, Kind
-from memkv_vllm.transports.tcp.pieces import advance
+from memkv_vllm.transports.tcp.eager import may_be_eager
+from memkv_vllm.transports.tcp.pieces import advance, joined
 from memkv_vllm.types import Extent
 
 _log = logging.getLogger("memkv.transports.tcp")
@@ -66,8 +68,7 @@ class _DataLink:
     def _run(self) -> None:
         failure: MemkvError | None = None
         try:
-            while not self._stopping and (command := self._receive_command()) is not None:
-                self._carry_out(*command)
+            self._serve()
         except OSError as error:
             # The server ends data connections when it fences us; what it means for us it says on the control channel.
             _log.debug("a data connection ended: %s", error)
@@ -82,6 +83,10 @@ class _DataLink:
             with self._lock:
                 self._stopping = True
                 self._sock.close()
+
+    def _serve(self) -> None:
+        while not self._stopping and (command := self._receive_command()) is not None:
+            self._carry_out(*command)
 
     def _receive_command(self) -> tuple[Kind, list[Extent]] | None:
         frame = bytearray(FIRST_BYTES)
@@ -131,6 +136,113 @@ class _DataLink:
             raise OSError("stopped on this side")
 
 
+HOLD_OFF = 16
+"""Where values are there already, or refused, all bytes would travel for nothing, and the answers wait for them."""
+
+
+class EagerLink(_DataLink):
+    """The data connection whose thread sends what the loop gives it, one put at a time.
+
+    The bytes are kept here and nowhere else: who has a put under way, or the error of one, holds no memory by it.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        ours: Sealer,
+        theirs: Sealer,
+        regions: dict[int, HostMemory],
+        ended: Callable[[_DataLink, MemkvError | None], None],
+    ) -> None:
+        super().__init__(sock, ours, theirs, regions, ended)
+        self._loop = asyncio.get_running_loop()
+        self._given: SimpleQueue[list[memoryview] | None] = SimpleQueue()
+        self._free = True
+        self._held_off = 0
+        self._claimed: list[memoryview] = []
+        self._is_sending = False
+        self._sent: asyncio.Future[None] | None = None
+
+    def stop(self) -> None:
+        """Make the thread end soon; from any thread."""
+        super().stop()
+        self._given.put(None)
+
+    # On the loop
+
+    def claim(self, extents: Sequence[Extent]) -> bool:
+        """Begin an eager put of ``extents``, to be ended by :meth:`release`; False: it is to be none."""
+        if not self._free or self._stopping or not may_be_eager([extent.length for extent in extents]):
+            return False
+        if self._held_off:
+            self._held_off -= 1
+            return False
+        try:
+            self._claimed = [self._view(span) for span in joined(extents)]
+        except RemoteProtocolError:
+            return False  # the server says what is wrong with them
+        self._free = False
+        return True
+
+    def send(self) -> None:
+        """Have the thread send what was claimed, once the PUT is on its way."""
+        views, self._claimed = self._claimed, []
+        with self._lock:
+            if not self._stopping:
+                self._is_sending = True
+                self._given.put(views)
+
+    async def wait_sent(self, timeout_s: float) -> bool:
+        """Return when the thread does not read the memory any more; False: it still does after ``timeout_s``."""
+        with self._lock:
+            if not self._is_sending:
+                return True
+            sent = self._sent = self._loop.create_future()
+        with anyio.move_on_after(timeout_s):
+            await sent
+            return True
+        return False
+
+    def release(self, *, in_vain: bool = False) -> None:
+        """Both ends are through with the put: another one may begin. One that is never released stays the last.
+
+        Args:
+            in_vain: the server wanted no value of it: ``HOLD_OFF`` puts are asked for then.
+        """
+        self._claimed = []
+        self._free = True
+        self._held_off = HOLD_OFF if in_vain else 0
+
+    # In the thread
+
+    def _serve(self) -> None:
+        try:
+            while (views := self._given.get()) is not None:
+                self._send([memoryview(self._sealer.pack(Kind.SENT)), *views])
+                views = []  # nothing is held while waiting
+                self._note_sent()
+        finally:
+            with self._lock:
+                self._stopping = True
+                self._claimed, self._given = [], SimpleQueue()
+            self._note_sent()
+
+    def _note_sent(self) -> None:
+        with self._lock:
+            self._is_sending = False
+            sent, self._sent = self._sent, None
+        if sent is not None:
+            try:
+                self._loop.call_soon_threadsafe(_set, sent)
+            except RuntimeError:
+                pass  # the loop has ended: nobody waits
+
+
+def _set(done: asyncio.Future[None]) -> None:
+    if not done.done():
+        done.set_result(None)
+
+
 class Links:
     """All data connections of one client connection. Used on one event loop.
 
@@ -144,18 +256,21 @@ class Links:
         self._failed = failed
         self._loop = asyncio.get_running_loop()
         self._links: set[_DataLink] = set()
+        self.eager: EagerLink | None = None
         self._stopping = False
         self._idle = anyio.Event()
 
     def __len__(self) -> int:
         return len(self._links)
 
-    def add(self, sock: socket.socket, ours: Sealer, theirs: Sealer) -> None:
+    def add(self, sock: socket.socket, ours: Sealer, theirs: Sealer, *, eager: bool = False) -> None:
         """Serve ``sock``, an attached data connection, in a thread; owns it."""
         if self._stopping:
             sock.close()
             return
-        link = _DataLink(sock, ours, theirs, self.regions, self._report_end)
+        link = (EagerLink if eager else _DataLink)(sock, ours, theirs, self.regions, self._report_end)
+        if isinstance(link, EagerLink):
+            self.eager = link
         self._links.add(link)
         link.thread.start()
 

@@ -26,13 +26,15 @@ from memkv_vllm.protocol.auth import Sealer
 from memkv_vllm.transports.faults import Operation
 from memkv_vllm.transports.sockets import reset
 from memkv_vllm.transports.tcp.commands import FIRST_BYTES, CommandOpener, CommandSealer, Kind
-from memkv_vllm.transports.tcp.pieces import advance
+from memkv_vllm.transports.tcp.pieces import advance, first_bytes
 from memkv_vllm.transports.tcp.queue import PieceQueue, Work
 
 _log = logging.getLogger("memkv.transports.tcp")
 
 LOOP_BYTES = 512 << 10
 """A piece of no more is moved by the event loop (below 100 us of copying): waking a thread costs the loop more."""
+STEP_BYTES = 1 << 20
+"""Most that the loop copies in one call (some 200 us): then it looks at whatever else is ready."""
 LOW_WATER_BYTES = 512 << 10
 """Who waits is woken for so many bytes, or for the rest of a piece: fewer wake-ups, at no cost for what is shorter."""
 _FEW_BYTES = 32 << 10
@@ -143,11 +145,12 @@ class DataConnection:
         self._reply = bytearray(FIRST_BYTES)
         self._replied = False
         self._low_water = 1
+        self._traffic = mover.traffic
 
     def start(self) -> None:
-        """Look for work, and notice from here on when the client goes."""
+        """Look for work."""
         with self._lock:
-            self._watch.arm(READ)
+            self._rest()
             if (work := self._queue.take(self)) is not None:
                 self._guarded(lambda: self._begin_on_loop(work))
 
@@ -176,7 +179,8 @@ class DataConnection:
                 self._closed = True
                 self._watch.arm(NOTHING)
                 reset(self._sock)
-                self._out, self._in, self._work = [], [], None
+                self._out, self._in = [], []
+                self._drop_work()
 
     # -- inside, with the lock
 
@@ -194,12 +198,15 @@ class DataConnection:
     def _give_up(self, reason: str, text: str) -> None:
         # The session's end closes it; until then nobody may be woken for it again and again.
         self._state = _State.BROKEN
+        self._drop_work()
         self._watch.arm(NOTHING)
         self._lost(reason, text)
 
     def _begin_on_loop(self, work: Work) -> None:
         """On the event loop: choose who moves ``work``."""
-        short = work.piece.num_bytes <= LOOP_BYTES
+        # A piece that is a whole transfer, and alone on this server: somebody waits for it, and nobody else does.
+        alone = len(work.transfer.pieces) == 1 and not self._traffic.num_pieces
+        short = alone or work.piece.num_bytes <= LOOP_BYTES
         watch = self._by_loop if short else self._by_mover
         if watch is not self._watch:
             self._watch.arm(NOTHING)
@@ -210,17 +217,25 @@ class DataConnection:
         else:
             self._watch.arm(WRITE)
 
+    def _rest(self) -> None:
+        """Nothing is to be moved: notice when the client goes."""
+        self._watch.arm(READ)
+
+    def _command(self, work: Work) -> list[memoryview]:
+        """What tells the client that ``work`` begins."""
+        kind = Kind.READ if work.transfer.operation is Operation.PULL else Kind.WRITE
+        return [memoryview(self._sealer.pack(kind, work.piece.remote))]
+
     def _prepare(self, work: Work) -> None:
+        self._traffic.begin()
         self._work, self._replied, self._state = work, False, _State.SENDING
-        pull = work.transfer.operation is Operation.PULL
-        command = memoryview(self._sealer.pack(Kind.READ if pull else Kind.WRITE, work.piece.remote))
-        reply = memoryview(self._reply)
+        self._out, self._in = self._command(work), [memoryview(self._reply)]
         self._in_bytes = FIRST_BYTES
-        if pull:
-            self._out, self._in = [command], [reply, *work.buffers]
+        if work.transfer.operation is Operation.PULL:
+            self._in += work.buffers
             self._in_bytes += work.piece.num_bytes
         else:
-            self._out, self._in = [command, *work.buffers], [reply]
+            self._out += work.buffers
 
     def _step(self) -> None:
         if self._state is _State.SENDING:
@@ -232,7 +247,8 @@ class DataConnection:
 
     def _send(self) -> None:
         try:
-            advance(self._out, self._sock.sendmsg(self._out, (), socket.MSG_NOSIGNAL))
+            if self._out:
+                advance(self._out, self._sock.sendmsg(self._step_of(self._out), (), socket.MSG_NOSIGNAL))
         except (BlockingIOError, InterruptedError):
             pass
         if self._out:
@@ -244,7 +260,7 @@ class DataConnection:
 
     def _receive(self) -> None:
         try:
-            received = self._sock.recvmsg_into(self._in)[0]
+            received = self._sock.recvmsg_into(self._step_of(self._in))[0]
         except (BlockingIOError, InterruptedError):
             return
         if not received:
@@ -275,17 +291,29 @@ class DataConnection:
         self._opener.open(self._reply, Kind.SENT if pull else Kind.WRITTEN)
 
     def _finish(self) -> None:
-        work, self._work, self._state = self._work, None, _State.IDLE
+        work, self._state = self._drop_work(), _State.IDLE
         following = self._queue.take(self)
         if work is not None:
             self._queue.done(work)
         if following is None:
+            self._rest()
             return
         if self._watch is self._by_loop:
             self._begin_on_loop(following)
         else:
             self._prepare(following)
             self._send()
+
+    def _drop_work(self) -> Work | None:
+        """Nothing is under way any more; returns what was."""
+        work, self._work = self._work, None
+        if work is not None:
+            self._traffic.end()
+        return work
+
+    def _step_of(self, buffers: list[memoryview]) -> list[memoryview]:
+        """What one system call is to copy of ``buffers``."""
+        return first_bytes(buffers, STEP_BYTES) if self._watch is self._by_loop else buffers
 
     def _await_bytes(self) -> None:
         if self._low_water <= self._in_bytes < _FEW_BYTES:
@@ -296,10 +324,50 @@ class DataConnection:
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
 
 
+class EagerConnection(DataConnection):
+    """The one data connection whose client sends by itself: before or after it is known what for.
+
+    Nobody looks at it in between. Bytes that nobody asked for yet wait in the kernel, as many as it takes, and that the
+    client has gone is seen on the other connections.
+    """
+
+    def _rest(self) -> None:
+        self._watch.arm(NOTHING)
+
+    def _command(self, work: Work) -> list[memoryview]:
+        return []
+
+    def _check_reply(self) -> None:
+        # What the client sent for another put would be stored as this one's, and be right by every other check.
+        if self._work is not None and self._work.piece.number != self._opener.due:
+            text = f"the bytes of eager put {self._opener.due} where those of {self._work.piece.number} are due"
+            raise RemoteProtocolError("sequence", text)
+        super()._check_reply()
+
+
+class Traffic:
+    """How many pieces are under way on a server. Used in any thread."""
+
+    def __init__(self) -> None:
+        self.num_pieces = 0
+        self._lock = threading.Lock()
+
+    def begin(self) -> None:
+        """One more."""
+        with self._lock:
+            self.num_pieces += 1
+
+    def end(self) -> None:
+        """One less."""
+        with self._lock:
+            self.num_pieces -= 1
+
+
 class Mover:
     """One thread over many data connections. Owner: ``serve``, which stops it after the last session."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, traffic: Traffic) -> None:
+        self.traffic = traffic
         self.epoll = select.epoll()
         self.connections: dict[int, DataConnection] = {}
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -329,7 +397,8 @@ class Movers:
     """All movers of one server transport."""
 
     def __init__(self, threads: int) -> None:
-        self._movers = [Mover(f"memkv-mover-{index}") for index in range(threads)]
+        traffic = Traffic()
+        self._movers = [Mover(f"memkv-mover-{index}", traffic) for index in range(threads)]
         self._next = 0
 
     def choose(self) -> Mover:

@@ -7,7 +7,7 @@ often lie side by side, and a long copy costs less than many short ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from memkv_vllm.transports.base import Move, Moves
@@ -16,6 +16,11 @@ from memkv_vllm.types import Extent, Status
 
 PIECE_BYTES = 8 << 20
 """Some 2 ms of one connection. Smaller ones cost more CPU per byte, larger ones make the others wait longer."""
+
+NOWHERE = -1
+"""A local offset: the bytes are taken off the connection and dropped."""
+_DROPPED = memoryview(bytearray(256 << 10))
+"""Written by any thread, read by none."""
 
 
 @dataclass(slots=True)
@@ -28,6 +33,7 @@ class Piece:
         slots: the moves of the batch that have bytes in it.
         num_bytes: of all of it.
         done: all its bytes are in place.
+        number: of an eager put, counted from 0 in its session.
     """
 
     remote: list[Extent] = field(default_factory=list)
@@ -35,6 +41,7 @@ class Piece:
     slots: list[int] = field(default_factory=list)
     num_bytes: int = 0
     done: bool = False
+    number: int = 0
 
 
 def columns(moves: Sequence[Move]) -> Moves:
@@ -111,6 +118,66 @@ class _Spans:
         return Piece(remote, list(zip(self.local_offsets, self.local_lengths, strict=True)), self.slots, num_bytes)
 
 
+def scatter(number: int, lengths: Sequence[int], slots: Mapping[int, int], moves: Sequence[Move]) -> Piece:
+    """One piece of values that come in an order of the peer's choice.
+
+    Args:
+        number: of the eager put.
+        lengths: of the values as they come; some bytes in all.
+        slots: of those to keep, by their place in ``lengths``: which of ``moves`` says where to. The others go nowhere.
+        moves: extents were checked before.
+    """
+    local: list[tuple[int, int]] = []
+    kept: list[int] = []
+    start, due = NOWHERE, 0
+    taken = 0
+    local_offsets = columns(moves).local_offsets
+    for place, length in enumerate(lengths):
+        slot = slots.get(place)
+        offset = NOWHERE if slot is None else local_offsets[slot]
+        if slot is not None:
+            kept.append(slot)
+        if not length:
+            continue
+        if taken and offset != (NOWHERE if start == NOWHERE else due):
+            local.append((start, taken))
+            taken = 0
+        if not taken:
+            start = offset
+        taken += length
+        due = start + taken
+    if taken:
+        local.append((start, taken))
+    return Piece([], local, kept, sum(lengths), number=number)
+
+
+def joined(extents: Iterable[Extent]) -> list[Extent]:
+    """The same bytes in fewer spans, without empty ones."""
+    spans: list[Extent] = []
+    region_due = due = -1
+    for region, offset, length in extents:
+        if offset == due and region == region_due:
+            start = spans[-1].offset
+            spans[-1] = Extent(region, start, offset + length - start)
+        elif length:
+            spans.append(Extent(region, offset, length))
+        else:
+            continue
+        region_due, due = region, offset + length
+    return spans
+
+
+def views(memory: memoryview, spans: Iterable[tuple[int, int]]) -> list[memoryview]:
+    """Where the bytes of ``spans`` (offset or ``NOWHERE``, length) lie in ``memory``."""
+    found: list[memoryview] = []
+    for offset, length in spans:
+        if offset == NOWHERE:
+            found += [_DROPPED[: min(len(_DROPPED), length - at)] for at in range(0, length, len(_DROPPED))]
+        else:
+            found.append(memory[offset : offset + length])
+    return found
+
+
 def outcome(num_slots: int, pieces: Sequence[Piece], missing: Status) -> list[Status]:
     """A status per slot: OK where every piece with bytes of it is done, else ``missing``."""
     statuses = [Status.OK] * num_slots
@@ -119,6 +186,17 @@ def outcome(num_slots: int, pieces: Sequence[Piece], missing: Status) -> list[St
             for slot in piece.slots:
                 statuses[slot] = missing
     return statuses
+
+
+def first_bytes(buffers: list[memoryview], num_bytes: int) -> list[memoryview]:
+    """The first ``num_bytes`` of ``buffers``, which stand one after the other; all of them where they have no more."""
+    taken: list[memoryview] = []
+    for buffer in buffers:
+        if num_bytes < len(buffer):
+            return [*taken, buffer[:num_bytes]] if num_bytes else taken
+        taken.append(buffer)
+        num_bytes -= len(buffer)
+    return taken
 
 
 def advance(buffers: list[memoryview], num_bytes: int) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from memkv_vllm.transports.faults import Operation
-from memkv_vllm.transports.tcp.pieces import Piece
+from memkv_vllm.transports.tcp.pieces import Piece, views
 
 C = TypeVar("C")
 
@@ -110,6 +110,5 @@ class PieceQueue(Generic[C]):
             transfer.started += 1
             if transfer.started < len(transfer.pieces):
                 self._ring.append(transfer)
-            view = transfer.memory
-            return Work(transfer, piece, [view[offset : offset + length] for offset, length in piece.local])
+            return Work(transfer, piece, views(transfer.memory, piece.local))
         return None
