@@ -33,7 +33,7 @@ from memkv_vllm.transports.memory import HostMemory
 from memkv_vllm.transports.streams import send_all
 from memkv_vllm.transports.tcp import TcpClientTransport, TcpServerTransport
 from memkv_vllm.transports.tcp.commands import Kind
-from memkv_vllm.transports.tcp.mover import DataConnection
+from memkv_vllm.transports.tcp.mover import LOW_WATER_BYTES, DataConnection
 from memkv_vllm.types import Extent, MemoryKind, Role, SessionId, Status
 from tests.support.harness import MIB, Running, TcpFactory, connected, server_process, serving, wait_until
 from tests.support.peers import raw_stream, replies, shake_hands, until_closed
@@ -124,6 +124,39 @@ async def test_a_client_opens_data_connections_with_its_first_region_only() -> N
         assert peer.bulk.num_connections == 5, "four and the eager one"  # type: ignore[attr-defined]
         assert server.handler.counts["opened"] == 1
         assert server.handler.counts["departed"] == 5, "a data connection is no session and holds no handshake's place"
+
+
+async def test_within_a_host_little_waits_in_a_send_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the kernel allows it; with less than that both ends would wait for each other's timers."""
+
+    async def send_buffers() -> set[int]:
+        async with serving(FACTORY) as server, connected(FACTORY, server.address) as client:
+            (peer,) = server.handler.peers.values()
+            ends = [connection._sock for connection in peer.bulk._connections]  # type: ignore[attr-defined]
+            ends += [link._sock for link in client.connection._links._links]  # type: ignore[attr-defined]
+            return {sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) for sock in ends}
+
+    monkeypatch.setattr(tcp_sockets, "_send_buffer_is_to_be_had", lambda: False)
+    left_alone = await send_buffers()
+    monkeypatch.setattr(tcp_sockets, "_send_buffer_is_to_be_had", lambda: True)
+    assert await send_buffers() != left_alone
+    assert tcp_sockets.SAME_HOST_SEND_BYTES >= LOW_WATER_BYTES, "twice as much, with room for what the kernel adds"
+
+
+def test_a_smaller_send_buffer_than_was_asked_for_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_sockets, "SAME_HOST_SEND_BYTES", 1 << 30)
+    assert not tcp_sockets._send_buffer_is_to_be_had.__wrapped__()
+    monkeypatch.setattr(tcp_sockets, "SAME_HOST_SEND_BYTES", 64 << 10)
+    assert tcp_sockets._send_buffer_is_to_be_had.__wrapped__()
+
+
+async def test_between_hosts_the_send_buffer_is_left_to_the_kernel() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as near:
+        near.bind(("127.0.0.2", 0))
+        near.connect(listener.getsockname())
+        before = near.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+        tcp_sockets.tune_data(near)
+        assert near.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == before
 
 
 async def test_sockets_notice_a_peer_whose_host_is_gone() -> None:

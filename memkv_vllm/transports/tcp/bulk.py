@@ -27,6 +27,7 @@ from memkv_vllm.transports.choosing import refuse_connect
 from memkv_vllm.transports.faults import Action, FaultPlan, Operation, strike_moves
 from memkv_vllm.transports.memory import HostMemory
 from memkv_vllm.transports.regions import check_region
+from memkv_vllm.transports.sockets import tune_data
 from memkv_vllm.transports.tcp.batch import Batch
 from memkv_vllm.transports.tcp.eager import ExpectedPut, may_be_eager
 from memkv_vllm.transports.tcp.mover import CLOSED, DataConnection, EagerConnection, Movers
@@ -130,6 +131,7 @@ class TcpBulk:
         if self._gone.is_set() or (eager and self._has_eager):
             sock.close()  # two that asked at the same time have both been told that there is room
             return
+        tune_data(sock)
         mover = self._movers.choose()
         if eager:
             connection: DataConnection = EagerConnection(sock, ours, theirs, self._eager, mover, self._report_lost)

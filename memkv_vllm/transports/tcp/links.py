@@ -23,6 +23,7 @@ import anyio
 from memkv_vllm.errors import ConnectionLost, MemkvError, RemoteProtocolError
 from memkv_vllm.protocol.auth import Sealer
 from memkv_vllm.transports.memory import HostMemory
+from memkv_vllm.transports.sockets import tune_data
 from memkv_vllm.transports.tcp.commands import FIRST_BYTES, CommandOpener, CommandSealer, Kind
 from memkv_vllm.transports.tcp.eager import may_be_eager
 from memkv_vllm.transports.tcp.pieces import advance, joined
@@ -268,6 +269,7 @@ class Links:
         if self._stopping:
             sock.close()
             return
+        tune_data(sock)
         link = (EagerLink if eager else _DataLink)(sock, ours, theirs, self.regions, self._report_end)
         if isinstance(link, EagerLink):
             self.eager = link
