@@ -49,8 +49,9 @@ INLINE_CHECK_BYTES = 512 << 10
 """Less than this is checked on the loop (some 30 us): handing it to a thread costs the loop alone more than that."""
 _OVERRUN_S = 5.0
 """A transport keeps its deadlines itself; one that is late by this much is abandoned and fenced."""
-_FINISH_S = 1.0
-"""The least time that the bytes of an eager put get to come, once nobody waits for them; mostly they are there."""
+_FINISH_S, _FINISH_SHARE = 1.0, 0.25
+"""How long after its deadline the unwanted bytes of an eager put may take to come: a second, or that share of its
+timeout. An engine waits that much longer than it tells its server, and a busy link is no reason to cut it."""
 
 _Operation = Callable[[Sequence[Move], Deadline], Awaitable[list[Status]]]
 
@@ -168,9 +169,9 @@ class Transfers:
         try:
             statuses = await self._put(session, request, deadline, expected)
         except StoreError:
-            await self._finish(expected, deadline)
+            await self._finish(expected, request, deadline)
             raise
-        await self._finish(expected, deadline)
+        await self._finish(expected, request, deadline)
         return statuses
 
     async def get(self, session: StoreSession, request: GetColumns) -> bytes:
@@ -212,9 +213,10 @@ class Transfers:
 
     # Steps of a request
 
-    async def _finish(self, expected: Expected, deadline: Deadline) -> None:
+    async def _finish(self, expected: Expected, request: PutColumns, deadline: Deadline) -> None:
         """Takes off what was not wanted: also what waited for its turn up to the deadline."""
-        await expected.finish(Deadline(max(deadline, self._clock() + _FINISH_S)))
+        most_s = max(_FINISH_S, _FINISH_SHARE * min(request.timeout_ms / 1000, self._limits.transfer_timeout_s))
+        await expected.finish(Deadline(max(deadline, self._clock() + most_s)))
 
     async def _put(
         self, session: StoreSession, request: PutColumns, deadline: Deadline, expected: Expected | None = None

@@ -22,9 +22,11 @@ USER_TIMEOUT_MS = 30_000
 """And one that leaves what was sent to it unanswered or untaken (a frozen process), after the same."""
 
 SAME_HOST_SEND_BYTES = 512 << 10
-"""Send buffer of a data connection within one host; the kernel takes twice that. What waits in it is still in a cache
-when the other end copies it: with the 4 MiB that a buffer grows to otherwise a GB costs up to a quarter more time and
-CPU. It must stay above the receiver's low-water mark: a put took 3.5 times as long with less, for both ends waited."""
+"""Send buffer of a data connection within one host (the same address at both ends); the kernel takes twice that.
+
+What waits in it is still in a cache when the other end copies it: with the 4 MiB that a buffer grows to otherwise a GB
+costs up to a quarter more time and CPU. It must stay above the receiver's low-water mark: a put took 3.5 times as long
+with less, for both ends waited."""
 
 _BACKLOG = 1024
 _BIND_ADDRESS_NO_PORT = 24  # IP_BIND_ADDRESS_NO_PORT, for which Python has no name before 3.12

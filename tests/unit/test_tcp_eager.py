@@ -22,6 +22,7 @@ from memkv_vllm.errors import (
 from memkv_vllm.protocol.auth import Credentials
 from memkv_vllm.protocol.messages import Get, GetItem, Ping, Put, PutItem
 from memkv_vllm.protocol.session import PeerKind
+from memkv_vllm.store import transfers
 from memkv_vllm.transports.faults import (
     Action,
     BitFlip,
@@ -314,6 +315,32 @@ async def test_a_put_without_a_turn_is_dropped(eager_again: None) -> None:
         assert await client.put(1, laid_out([70_000, 5])) == [Status.OK] * 2
         await client.check(1, [70_000, 5])
         await client.check_next(running, 10)
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+async def test_bytes_of_a_put_without_a_turn_may_come_a_little_late(
+    in_time: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody takes them while it waits, so on a busy link most of them are still to come. A dead client is cut."""
+    monkeypatch.setattr(transfers, "_FINISH_S", 0.0)
+    monkeypatch.setattr(transfers, "_FINISH_SHARE", 100.0 if in_time else 0.5)
+    async with store(max_transfers=1) as running, hand_made_client(running.address) as dead:
+        async with hand_made_client(running.address) as late, anyio.create_task_group() as tasks:
+            eager = await late.attach(eager=True)
+            tasks.start_soon(ask, dead, Put([item(1000, Extent(1, 0, 8))], 0, 20_000))
+            await wait_until(lambda: running.server.statistics()["bulk"]["idle"] == 0, "the only lane is taken")
+            outcome: list[object] = []
+            tasks.start_soon(ask, late, Put([item(1, Extent(1, 0, 5))], 0, 100, eager=True), outcome)
+            await wait_until(lambda: count(running, "put_no_turn") == 1, "its time is over")
+            if in_time:
+                await eager.send_values(b"12345")
+            await wait_until(lambda: bool(outcome), "the answer, or the end")
+            assert count(running, "cut_eager") == (0 if in_time else 1)
+            if in_time:
+                assert outcome == [[Status.BUSY]]
+            else:
+                assert isinstance(outcome[0], ConnectionLost)
+            tasks.cancel_scope.cancel()
 
 
 async def test_a_put_with_an_unknown_checksum_is_dropped() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import threading
 from collections.abc import Iterator
@@ -242,12 +243,26 @@ async def test_a_put_that_is_given_up_does_not_break_the_connection(end: str, tr
         assert count(running, "eager_puts") == 1
 
 
-async def test_an_eager_connection_that_the_server_closes_ends_the_session() -> None:
-    """The client sees it no later than at its next eager put; no value is taken for stored."""
+async def test_an_eager_connection_that_breaks_while_nobody_looks_is_not_used_any_more() -> None:
+    """A middlebox may end it alone. No put is lost with it, nor the session."""
     async with store_and_client() as (running, client):
         await client.check_next(running, 10)
         (live,) = running.transport._attachable._live.values()
         (eager,) = [one for one in live[1]._connections if isinstance(one, EagerConnection)]
+        eager._sock.shutdown(socket.SHUT_RDWR)
+        assert await client.put(1, laid_out([4096])) == [Status.OK]
+        await client.check_next(running, 40, eager=False)
+        assert client.connection.alive
+
+
+async def test_an_eager_connection_that_breaks_under_a_put_ends_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here it is not seen before. No value is taken for stored."""
+    async with store_and_client() as (running, client):
+        await client.check_next(running, 10)
+        (live,) = running.transport._attachable._live.values()
+        (eager,) = [one for one in live[1]._connections if isinstance(one, EagerConnection)]
+        link = client.connection._links.eager  # type: ignore[attr-defined]
+        monkeypatch.setattr(link, "_hung_up", select.poll())
         eager._sock.shutdown(socket.SHUT_RDWR)
         with pytest.raises(ConnectionLost):
             await client.put(1, laid_out([4096]))

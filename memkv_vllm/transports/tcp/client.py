@@ -105,7 +105,7 @@ class TcpConnection:
             await self._channel.request(Register(region.id, region.kind, region.length), deadline)
         except StoreError:
             if is_new:
-                del self._links.regions[region.id]
+                self._links.regions.pop(region.id, None)
             raise
 
     async def request(self, request: Request[R], deadline: Deadline) -> R:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import select
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -156,6 +157,10 @@ class EagerLink(_DataLink):
         ended: Callable[[_DataLink, MemkvError | None], None],
     ) -> None:
         super().__init__(sock, ours, theirs, regions, ended)
+        # While a put waits for its turn nobody takes its bytes: its deadline bounds it, not the time for a dead host.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
+        self._hung_up = select.poll()
+        self._hung_up.register(sock, select.POLLRDHUP)
         self._loop = asyncio.get_running_loop()
         self._given: SimpleQueue[list[memoryview] | None] = SimpleQueue()
         self._free = True
@@ -177,6 +182,9 @@ class EagerLink(_DataLink):
             return False
         if self._held_off:
             self._held_off -= 1
+            return False
+        if self._hung_up.poll(0):
+            self.stop()  # broken while nobody looked; what this put would send would be lost, and the session with it
             return False
         try:
             self._claimed = [self._view(span) for span in joined(extents)]
