@@ -16,12 +16,16 @@ from memkv_vllm.protocol import codec
 from memkv_vllm.protocol.connect import Attach
 from memkv_vllm.protocol.frame import MessageType
 from memkv_vllm.protocol.messages import Delete, Put
+from memkv_vllm.protocol.session import Session
+from memkv_vllm.transports.base import Region
 from memkv_vllm.transports.faults import Action, Delay, Die, Drop, Fail, FaultPlan, Operation
+from memkv_vllm.transports.streams import ControlStream
+from memkv_vllm.transports.tcp.attach import Attachable
 from memkv_vllm.transports.tcp.commands import FIRST_BYTES
 from memkv_vllm.transports.tcp.eager import MAX_EAGER_BYTES
 from memkv_vllm.transports.tcp.links import HOLD_OFF, EagerLink
 from memkv_vllm.transports.tcp.mover import EagerConnection, Traffic
-from memkv_vllm.types import Extent, SessionId, Status
+from memkv_vllm.types import Extent, MemoryKind, SessionId, Status
 from tests.support.eager import (
     FACTORY,
     Running,
@@ -282,6 +286,26 @@ async def test_a_server_that_is_older_is_asked_for_no_eager_put(monkeypatch: pyt
         assert client.connection.num_data_connections == 4  # type: ignore[attr-defined]
         assert count(running, "cut_length") == 1
         await client.check_next(running, 10, eager=False)
+        assert count(running, "eager_puts") == 0
+
+
+async def test_an_eager_connection_that_is_swallowed_does_not_cost_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A middlebox with a limit of connections per host accepts it and says nothing more."""
+    taken, take_over = [0], Attachable.take_over
+
+    async def swallow_the_fifth(self: Attachable, session: Session, stream: ControlStream) -> None:
+        taken[0] += 1
+        if taken[0] == 5:
+            await anyio.sleep(10)
+        await take_over(self, session, stream)
+
+    monkeypatch.setattr(Attachable, "take_over", swallow_the_fifth)
+    async with store() as running, connected(FACTORY, running.address, region_bytes=0) as client:
+        await client.connection.register(Region(1, MemoryKind.HOST, client.memory.length, client.memory), soon(1.5))
+        assert taken == [5]
+        assert client.connection.num_data_connections == 4  # type: ignore[attr-defined]
+        put = Put([item(1, Extent(1, 0, 100))], 0, 20_000)
+        assert await client.connection.request(put, soon()) == [Status.OK]
         assert count(running, "eager_puts") == 0
 
 
