@@ -70,6 +70,20 @@ async def rest_of(sock: socket.socket) -> bytes:
     return await DataPeer(sock, None, None).receive(1 << 25)  # type: ignore[arg-type]
 
 
+def hold_back_bytes(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """Bytes of eager puts are sent once the second event is set; the first says that they are due."""
+    sending, may_send = threading.Event(), threading.Event()
+    original = EagerLink._send
+
+    def slow(link: EagerLink, buffers: list[memoryview]) -> None:
+        sending.set()
+        may_send.wait(10)
+        original(link, buffers)
+
+    monkeypatch.setattr(EagerLink, "_send", slow)
+    return sending, may_send
+
+
 def answers_at_once(statuses: bytes) -> ScriptedHandler:
     """A server that answers every PUT and never looks at its bytes."""
     handler = ScriptedHandler()
@@ -101,15 +115,7 @@ async def test_a_server_that_answers_and_does_not_take_the_bytes_is_waited_for_t
 
 async def test_a_put_returns_only_when_its_memory_is_not_read_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """P039: also where the server has answered before; its caller puts other values there at once."""
-    sending, may_send = threading.Event(), threading.Event()
-    original = EagerLink._send
-
-    def slow(link: EagerLink, buffers: list[memoryview]) -> None:
-        sending.set()
-        may_send.wait(10)
-        original(link, buffers)
-
-    monkeypatch.setattr(EagerLink, "_send", slow)
+    sending, may_send = hold_back_bytes(monkeypatch)
     async with serving(FACTORY, handler=answers_at_once(bytes([Status.EXISTS]))) as server:
         async with connected(FACTORY, server.address) as client:
             with eager_end(server) as end:
@@ -134,13 +140,7 @@ async def test_a_put_returns_only_when_its_memory_is_not_read_any_more(monkeypat
 
 
 async def test_a_refused_put_returns_only_when_its_memory_is_not_read_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    sending, may_send = threading.Event(), threading.Event()
-    original = EagerLink._send
-
-    def slow(link: EagerLink, buffers: list[memoryview]) -> None:
-        sending.set()
-        may_send.wait(10)
-        original(link, buffers)
+    sending, may_send = hold_back_bytes(monkeypatch)
 
     def refuse(type: MessageType, _: memoryview) -> bytes | None:
         if type is MessageType.PUT:
@@ -149,7 +149,6 @@ async def test_a_refused_put_returns_only_when_its_memory_is_not_read_any_more(m
 
     handler = ScriptedHandler()
     handler.at_once = refuse
-    monkeypatch.setattr(EagerLink, "_send", slow)
     async with serving(FACTORY, handler=handler) as server, connected(FACTORY, server.address) as client:
         with eager_end(server) as end:
             client.memory.array[:] = 0xAA
