@@ -123,7 +123,7 @@ ENVIRONMENT_ROOMS = {"config", "demo"}
 """config reads it for everybody; the demo hands it on to the processes that it starts."""
 
 THREADS_ALLOWED = {
-    "memkv_vllm.doctor.patience", "memkv_vllm.engine.portal", "memkv_vllm.transports.tcp.links",
+    "memkv_vllm.doctor.patience", "memkv_vllm.engine.portal", "memkv_vllm.transports.tcp.datalink",
     "memkv_vllm.transports.tcp.mover",
 }  # fmt: skip
 """Loops of their own for as long as their owner lives, calls that may never return. Work that ends uses a pool."""
@@ -178,8 +178,8 @@ ROOMS = {
     },
     "transports/loopback": {"__init__", "address", "bulk", "client", "copying", "server"},
     "transports/tcp": {
-        "__init__", "attach", "batch", "bulk", "client", "commands", "eager", "links", "mover", "pieces", "queue",
-        "server",
+        "__init__", "attach", "batch", "bulk", "client", "commands", "datalink", "eager", "eagerlink", "links", "mover",
+        "pieces", "queue", "server",
     },
     "transports/verbs": {
         "__init__", "abi", "active", "bulk", "client", "datapath", "endpoints", "facts", "gpu_memory", "injecting",

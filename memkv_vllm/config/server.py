@@ -395,7 +395,7 @@ class LimitsConfig(Settings):
 
     max_connections_per_session: Annotated[Count, Field(le=256)] = 16
     """Data connections of a tcp session. Clients open 4 unless their num_connections says otherwise,
-    and one for eager puts where there is room for it."""
+    and one for eager requests where there is room for it."""
 
     max_entries: Annotated[Whole, Field(ge=1, le=1 << 32)] = 4 * 1024**2
     """Values that the store may hold, in memory and on disk; then each new one takes the place of the oldest. Each

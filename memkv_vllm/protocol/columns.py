@@ -51,13 +51,15 @@ class GetColumns(NamedTuple):
     lengths: Sequence[int]
     """Bytes."""
     timeout_ms: int
+    eager: bool = False
+    """The bytes go without an acknowledgement, before the answer."""
 
     @classmethod
     def unpack(cls, body: memoryview) -> GetColumns:
         """Parse a request body. Raises ``RemoteProtocolError``."""
-        count, k, timeout_ms = codec.unpack_head(Get.HEAD, body)
+        count, k, flags, timeout_ms = codec.unpack_head(Get.HEAD, body)
         keys, layouts, regions, offsets, lengths = codec.unpack_columns(Get.ITEM, k, count, body, Get.HEAD.size, 5)
-        return cls(keys, layouts, regions, offsets, lengths, timeout_ms)
+        return cls(keys, layouts, regions, offsets, lengths, timeout_ms, bool(flags & EAGER))
 
 
 def pack_get_reply(

@@ -191,38 +191,42 @@ class Put:
 class Get:
     """Fetch values into the client's registered memory. Reply: a :class:`GetResult` per key.
 
-    Head ``<HBxI``: count, key length, timeout_ms. Item ``<{k}sQIQQ``: key, layout, region, offset, length.
-    Reply item ``<BBQQ``: status, algorithm, checksum, generation.
+    Head ``<HBBI``: count, key length, 0 or :data:`EAGER`, timeout_ms. Item ``<{k}sQIQQ``: key, layout, region,
+    offset, length. Reply item ``<BBQQ``: status, algorithm, checksum, generation.
     """
 
     TYPE: ClassVar[MessageType] = MessageType.GET
-    HEAD: ClassVar[Struct] = Struct("<HBxI")
+    HEAD: ClassVar[Struct] = Struct("<HBBI")
     ITEM: ClassVar[str] = "{k}sQIQQ"
     RESULT: ClassVar[str] = "BBQQ"
+    RESULT_BYTES: ClassVar[int] = Struct("<" + RESULT).size
 
     items: Sequence[GetItem]
     timeout_ms: int
+    eager: bool = False
+    """The bytes come without an acknowledgement, over the session's eager connection (tcp)."""
 
     def pack(self) -> bytes:
         """The body."""
         _check_count(len(self.items))
+        flags = EAGER if self.eager else 0
         if not self.items:
-            return self.HEAD.pack(0, 0, self.timeout_ms)
+            return self.HEAD.pack(0, 0, flags, self.timeout_ms)
         keys, layouts, extents = zip(*self.items, strict=True)
         k = codec.common_key_length(keys)
-        head = self.HEAD.pack(len(self.items), k, self.timeout_ms)
+        head = self.HEAD.pack(len(self.items), k, flags, self.timeout_ms)
         return head + codec.pack_columns(self.ITEM, (keys, layouts, *zip(*extents, strict=True)), k)
 
     @classmethod
     def unpack(cls, body: memoryview) -> Get:
         """Parse a request body."""
-        count, k, timeout_ms = codec.unpack_head(cls.HEAD, body)
+        count, k, flags, timeout_ms = codec.unpack_head(cls.HEAD, body)
         rows = codec.unpack_rows(cls.ITEM, k, count, body, cls.HEAD.size)
         items = [
             _new(GetItem, (key, layout, _new(Extent, (region, offset, length))))
             for key, layout, region, offset, length in rows
         ]
-        return cls(items, timeout_ms)
+        return cls(items, timeout_ms, bool(flags & EAGER))
 
     @classmethod
     def pack_reply(cls, results: Sequence[GetResult]) -> bytes:

@@ -316,6 +316,11 @@ class Session:
         self._queue(type, Flags.NONE, request_id, body)
         return request_id
 
+    @property
+    def last_request_id(self) -> int:
+        """Of the request that was sent last; 0: none was."""
+        return self._next_request_id - 1
+
     def send_reply(self, request_id: int, type: MessageType, body: bytes) -> None:
         """Server: queue the reply to a request. Call ``data_to_send`` next."""
         self._move(Input.SEND_REPLY)

@@ -213,8 +213,8 @@ class StoreHandler:
             self._counters["requests_refused"] += 1
             raise
 
-    async def handle(self, peer: ServerPeer, type: int, body: memoryview) -> bytes:
-        """Carries out one request of any type; returns the reply's body.
+    async def handle(self, peer: ServerPeer, type: int, body: memoryview) -> bytes | None:
+        """Carries out one request of any type; returns the reply's body, or None where that has been sent.
 
         Raises:
             StoreError: the request is refused as a whole.

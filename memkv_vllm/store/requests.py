@@ -42,7 +42,7 @@ logger = logging.getLogger("memkv.store")
 EXISTS_LOOKUPS_PER_KEY = 64
 """An EXISTS may ask for this many times ``limits.max_batch_keys`` shards: it holds the loop for milliseconds."""
 
-_Method = Callable[[StoreSession, memoryview], Awaitable[bytes]]
+_Method = Callable[[StoreSession, memoryview], Awaitable[bytes | None]]
 _MethodAtOnce = Callable[[StoreSession, memoryview], bytes]
 
 
@@ -88,7 +88,7 @@ class Requests:
             MessageType.STAT: self._stat,
             MessageType.ADMIN: self._admin,
         }
-        """Each takes a session and a body, and returns the reply's body."""
+        """Each takes a session and a body, and returns the reply's body, or None where that has been sent."""
 
         self.at_once: dict[int, _MethodAtOnce] = {
             MessageType.EXISTS: self._exists,
@@ -109,7 +109,7 @@ class Requests:
         self._check_batch("PUT", len(request.keys))
         return await self._transfers.put(session, request)
 
-    async def _get(self, session: StoreSession, body: memoryview) -> bytes:
+    async def _get(self, session: StoreSession, body: memoryview) -> bytes | None:
         request = GetColumns.unpack(body)
         self._check_batch("GET", len(request.keys))
         return await self._transfers.get(session, request)

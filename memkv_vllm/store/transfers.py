@@ -37,7 +37,7 @@ from memkv_vllm.store.residency import Residency
 from memkv_vllm.store.sessions import StoreSession, Use
 from memkv_vllm.store.table import Table
 from memkv_vllm.store.turns import BulkTurns
-from memkv_vllm.transports.base import EagerBulk, Expected, Move, Moves, remaining
+from memkv_vllm.transports.base import Bulk, EagerBulk, EagerGet, EagerPut, Move, Moves, remaining
 from memkv_vllm.transports.memory import HostMemory
 from memkv_vllm.types import Deadline, Status
 
@@ -86,8 +86,12 @@ class _Job:
     """On the clock of the deadline."""
     request: PutColumns | GetColumns
     statuses: bytearray
-    expected: Expected | None = None
-    """The bytes of an eager put."""
+    eager_put: EagerPut | None = None
+    """What takes the bytes of an eager put off."""
+    eager_get: EagerGet | None = None
+    """What sends the bytes of an eager get, and the answer before them."""
+    found: Sequence[Entry | None] = ()
+    """Of an eager get: what the answer tells of each value."""
     uses: dict[int, Entry] = field(default_factory=dict)
     """Extents of the arena that the request uses, by place: until they are given back to the table or given up."""
 
@@ -107,6 +111,17 @@ class _Job:
         return Moves(
             pick(places, request.regions), pick(places, request.offsets), pick(places, request.lengths), offsets
         )
+
+    def operation(self, bulk: Bulk, places: Sequence[int]) -> _Operation:
+        """What moves the values at ``places``."""
+        if self.kind is BulkKind.PUT:
+            return bulk.pull if self.eager_put is None else partial(self.eager_put.pull, places)
+        if self.eager_get is None:
+            return bulk.push
+        statuses = bytearray(self.statuses)
+        for place in places:
+            statuses[place] = Status.OK
+        return partial(self.eager_get.push, answer=_pack_results(statuses, self.found))
 
     def take(self, places: Sequence[int]) -> list[Entry]:
         """The uses at ``places``, which the caller ends."""
@@ -164,7 +179,7 @@ class Transfers:
         deadline = self._deadline(request)
         if not request.eager:
             return await self._put(session, request, deadline)
-        expected = _expect(session, request.lengths)
+        expected = _eager_bulk(session, "put").eager_put(request.lengths)
         self._counters["eager_puts"] += 1
         try:
             statuses = await self._put(session, request, deadline, expected)
@@ -174,28 +189,34 @@ class Transfers:
         await self._finish(expected, request, deadline)
         return statuses
 
-    async def get(self, session: StoreSession, request: GetColumns) -> bytes:
+    async def get(self, session: StoreSession, request: GetColumns) -> bytes | None:
         """Fetches the values that a GET names into the session's regions.
 
         Returns:
-            the reply's body: one result per value; the bytes are in place where its status is ``OK``.
+            the reply's body: one result per value; the bytes are in place where its status is ``OK``. None: it went
+            with the bytes (an eager get).
 
         Raises:
             RemoteProtocolError: the session was fenced.
         """
         self._require_data_path(session)
+        eager = None
+        if request.eager:
+            eager = _eager_bulk(session, "get").eager_get(request.lengths)
+            self._counters["eager_gets"] += 1
         job = self._job(session, BulkKind.GET, request, self._deadline(request))
         try:
             found, on_disk = self._pin(job, request)
             if on_disk and self._residency is not None:
                 await self._run_with_disk(job, request, found, on_disk, self._residency)
             else:
+                job.eager_get, job.found = eager, found
                 await self._run(job, list(job.uses))
         finally:
             if job.uses:
                 self._give_up(job, list(job.uses))
         self._count(job)
-        return _pack_results(job.statuses, found)
+        return None if eager is not None and eager.answered else _pack_results(job.statuses, found)
 
     async def fence(self, session: StoreSession) -> None:
         """Stops the session's data path for good and settles its limbo; returns when no byte can move any more."""
@@ -213,18 +234,18 @@ class Transfers:
 
     # Steps of a request
 
-    async def _finish(self, expected: Expected, request: PutColumns, deadline: Deadline) -> None:
+    async def _finish(self, expected: EagerPut, request: PutColumns, deadline: Deadline) -> None:
         """Takes off what was not wanted: also what waited for its turn up to the deadline."""
         most_s = max(_FINISH_S, _FINISH_SHARE * min(request.timeout_ms / 1000, self._limits.transfer_timeout_s))
         await expected.finish(Deadline(max(deadline, self._clock() + most_s)))
 
     async def _put(
-        self, session: StoreSession, request: PutColumns, deadline: Deadline, expected: Expected | None = None
+        self, session: StoreSession, request: PutColumns, deadline: Deadline, eager: EagerPut | None = None
     ) -> bytes:
         if request.algorithm not in ChecksumAlgorithm._value2member_map_:
             self._counters["put_unknown_algorithm"] += 1
             raise StoreError(f"PUT with checksum algorithm {request.algorithm}, which this server does not know")
-        job = self._job(session, BulkKind.PUT, request, deadline, expected)
+        job = self._job(session, BulkKind.PUT, request, deadline, eager)
         try:
             self._reserve(job, request)
             await self._run(job, list(job.uses))
@@ -280,8 +301,8 @@ class Transfers:
 
     async def _run(self, job: _Job, places: list[int]) -> None:
         slices = self._turns.slices(job.kind, pick(places, job.request.lengths))
-        if slices and job.expected is not None:
-            slices = [slice(None)]  # they come in one piece, which is short
+        if slices and (job.eager_put is not None or job.eager_get is not None):
+            slices = [slice(None)]  # they move in one piece, which is short
         if len(slices) == 1:
             self._drain_soon()
             await self._slice(job, places)
@@ -337,11 +358,7 @@ class Transfers:
         bulk = job.session.peer.bulk
         async with self._turns.turn(job.ticket, remaining(job.deadline, self._clock())) as granted:
             if granted:
-                if job.expected is not None:
-                    operation: _Operation = partial(job.expected.pull, places)
-                else:
-                    operation = bulk.pull if job.kind is BulkKind.PUT else bulk.push
-                moved = await self._move(operation, job, places)
+                moved = await self._move(job.operation(bulk, places), job, places)
             else:
                 moved = [Status.BUSY] * len(places)
                 self._counters[f"{job.kind.name.lower()}_no_turn"] += 1
@@ -422,11 +439,11 @@ class Transfers:
         kind: BulkKind,
         request: PutColumns | GetColumns,
         deadline: Deadline,
-        expected: Expected | None = None,
+        eager: EagerPut | None = None,
     ) -> _Job:
         ticket = self._turns.ticket(kind, session.peer.established.session)
         statuses = bytearray(_FAILED * len(request.keys))
-        return _Job(session, kind, ticket, deadline, self._clock(), request, statuses, expected)
+        return _Job(session, kind, ticket, deadline, self._clock(), request, statuses, eager)
 
     def _give_back(self, kind: BulkKind, entries: Sequence[Entry]) -> None:
         if kind is BulkKind.PUT:
@@ -462,11 +479,11 @@ class Transfers:
             job.session.get_bytes += moved_bytes
 
 
-def _expect(session: StoreSession, lengths: Sequence[int]) -> Expected:
+def _eager_bulk(session: StoreSession, what: str) -> EagerBulk:
     bulk = session.peer.bulk
     if not isinstance(bulk, EagerBulk):
-        raise RemoteProtocolError("eager", f"an eager put over {session.peer.data_path}")
-    return bulk.expect(lengths)
+        raise RemoteProtocolError("eager", f"an eager {what} over {session.peer.data_path}")
+    return bulk
 
 
 def _sorted_out(

@@ -228,7 +228,7 @@ class Answering:
         except Exception as error:
             return self._problem(event, error)
 
-    async def _dispatch(self, event: RequestReceived) -> bytes:
+    async def _dispatch(self, event: RequestReceived) -> bytes | None:
         if event.type is MessageType.CONNECT:
             wish = Connect.unpack(event.body)
             return Connect.pack_reply(await self._peer.bulk.connect(wish.transport, wish.token))

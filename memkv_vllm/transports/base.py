@@ -269,7 +269,7 @@ class Bulk(Protocol):
         ...
 
 
-class Expected(Protocol):
+class EagerPut(Protocol):
     """The bytes of one eager put, which are on their way already. Finished by who asked for it."""
 
     async def pull(self, places: Sequence[int], moves: Sequence[Move], deadline: Deadline) -> list[Status]:
@@ -287,17 +287,37 @@ class Expected(Protocol):
         ...
 
 
+class EagerGet(Protocol):
+    """One get whose answer may go with its bytes."""
+
+    answered: bool
+    """Whether it has: then nobody else answers."""
+
+    async def push(self, moves: Sequence[Move], deadline: Deadline, answer: bytes) -> list[Status]:
+        """As :meth:`Bulk.push`, of all that the get is given, at most once; ``answer`` goes before the bytes.
+
+        ``answered`` afterwards says that the bytes are on their way, and the local extents not read any more: then all
+        is OK. Else ``answer`` was not sent, or to nobody (the status is TIMEOUT), and the get is to be answered as
+        others are.
+        """
+        ...
+
+
 @runtime_checkable
 class EagerBulk(Protocol):
-    """What a :class:`Bulk` has besides whose peer may send the bytes of a put without being asked for them."""
+    """What a :class:`Bulk` has besides whose peer may put without READ, and get without WRITTEN (tcp)."""
 
-    def expect(self, lengths: Sequence[int]) -> Expected:
+    def eager_put(self, lengths: Sequence[int]) -> EagerPut:
         """The peer sends values of these ``lengths`` (bytes), in this order.
 
         Raises:
             RemoteProtocolError: it may not: it has no connection for that, has another such put under way, or it is
                 too large.
         """
+        ...
+
+    def eager_get(self, lengths: Sequence[int]) -> EagerGet:
+        """The peer awaits values of these ``lengths``. Raises likewise, but for others under way."""
         ...
 
 
@@ -408,8 +428,8 @@ class SessionHandler(Protocol):
         """
         ...
 
-    async def handle(self, peer: ServerPeer, type: int, body: memoryview) -> bytes:
-        """Carry out one request, of any type, and return the reply's body.
+    async def handle(self, peer: ServerPeer, type: int, body: memoryview) -> bytes | None:
+        """Carry out one request, of any type, and return the reply's body; None: the peer has it (an eager get).
 
         Called in a task of its own; at most ``identity.limits.max_inflight`` at once per session.
 
@@ -481,7 +501,8 @@ __all__ = [
     "ClientTransport",
     "DataPath",
     "EagerBulk",
-    "Expected",
+    "EagerGet",
+    "EagerPut",
     "Move",
     "Moves",
     "Region",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, NoReturn
 
 from memkv_vllm.errors import RemoteProtocolError, StoreError
-from memkv_vllm.transports.base import Bulk, EagerBulk, Expected, Move
+from memkv_vllm.transports.base import Bulk, EagerBulk, EagerGet, EagerPut, Move
 from memkv_vllm.types import Deadline, MemoryKind, Status
 
 __all__ = ["ChosenBulk", "offered_in", "refuse_connect"]
@@ -87,11 +87,18 @@ class ChosenBulk:
         """Copy into the peer's memory; see the protocol."""
         return self._bulk.push(moves, deadline)
 
-    def expect(self, lengths: Sequence[int]) -> Expected:
+    def eager_put(self, lengths: Sequence[int]) -> EagerPut:
         """The peer sends values of these lengths; see ``memkv_vllm.transports.base.EagerBulk``."""
+        return self._eager_bulk("put").eager_put(lengths)
+
+    def eager_get(self, lengths: Sequence[int]) -> EagerGet:
+        """The peer awaits values of these lengths; see ``memkv_vllm.transports.base.EagerBulk``."""
+        return self._eager_bulk("get").eager_get(lengths)
+
+    def _eager_bulk(self, what: str) -> EagerBulk:
         if not isinstance(self._bulk, EagerBulk):
-            raise RemoteProtocolError("eager", f"an eager put over {self.name}")
-        return self._bulk.expect(lengths)
+            raise RemoteProtocolError("eager", f"an eager {what} over {self.name}")
+        return self._bulk
 
     async def fence(self) -> None:
         """Stop all outstanding work of the peer; see the protocol."""

@@ -14,6 +14,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from struct import error as StructError
 from typing import NamedTuple, TypeVar
 
@@ -81,6 +82,8 @@ class ControlChannel:
         self._closing = False
         self._ended: MemkvError | None = None
         self._sent = self._replies = self._late_replies = 0
+        self._otherwise = 0
+        """The latest request whose reply came another way."""
 
     @classmethod
     async def open(
@@ -163,7 +166,7 @@ class ControlChannel:
         request: Request[R],
         deadline: Deadline,
         fds: Sequence[int] = (),
-        sent: Callable[[], None] | None = None,
+        sent: Callable[[Callable[[bytes], None]], None] | None = None,
     ) -> R:
         """Send ``request`` and await its reply; see ``ClientConnection.request``.
 
@@ -172,7 +175,8 @@ class ControlChannel:
             deadline: for the reply.
             fds: go with the frame.
             sent: called once the frame is on its way, or will be; not where ``NotSent`` is raised, or what says that
-                the request was not sent for its own sake.
+                the request was not sent for its own sake. It is given what takes the reply's body where that comes
+                another way.
         """
         body = self._pack(request)
         has_place = request.TYPE is not Ping.TYPE
@@ -183,7 +187,7 @@ class ControlChannel:
             raise NotSent(f"{self._label} had no place for {request.TYPE.name} by its deadline")
         pending = self._send(request.TYPE, body, deadline, fds, has_place)
         if sent is not None:
-            sent()
+            sent(partial(self._take_otherwise, self._session.last_request_id, request.TYPE))
         # Nothing but a future and one timer per channel: this is the engine's way to every lookup.
         reply = await pending.arrived
         if reply is None:
@@ -288,6 +292,8 @@ class ControlChannel:
 
     def _take(self, reply: ReplyReceived) -> None:
         pending = self._pending.pop(reply.request_id, None)
+        if pending is None and reply.request_id == self._otherwise:
+            return  # the server did not see in time that its answer was sent: it ends the session next
         if pending is None:
             raise RemoteProtocolError("request_id", f"a reply to a request {reply.request_id} that was never sent")
         if pending.has_place:
@@ -300,6 +306,11 @@ class ControlChannel:
         pending.arrived.set_result(reply)
         if reply.type is Bye.TYPE and reply.error is None:
             self._closing = True
+
+    def _take_otherwise(self, request_id: int, type: MessageType, body: bytes) -> None:
+        if request_id in self._pending:
+            self._otherwise = request_id
+            self._take(ReplyReceived(request_id, type, memoryview(body)))
 
     def _end(self, error: MemkvError) -> None:
         if self._ended is not None:

@@ -63,7 +63,9 @@ PUTS = st.builds(
     U32,
     st.booleans(),
 )
-GETS = st.builds(lambda rows, t: Get([GetItem(*r) for r in rows], t), batches(U64, EXTENTS), U32)
+GETS = st.builds(
+    lambda rows, t, eager: Get([GetItem(*r) for r in rows], t, eager), batches(U64, EXTENTS), U32, st.booleans()
+)
 EXISTS = st.builds(lambda rows, shards: Exists([r[0] for r in rows], shards), batches(), st.integers(1, 65535))
 REPORTS = st.builds(lambda rows: ReportBad([BadValue(*r) for r in rows]), batches(U64))
 DELETES = st.builds(lambda rows: Delete([r[0] for r in rows]), batches())
@@ -167,7 +169,7 @@ def test_a_get_in_columns_is_what_its_items_say(get: Get) -> None:
     columns = GetColumns.unpack(memoryview(get.pack()))
     rows = zip(columns.keys, columns.layouts, columns.regions, columns.offsets, columns.lengths, strict=True)
     assert [GetItem(key, layout, Extent(*extent)) for key, layout, *extent in rows] == get.items
-    assert columns.timeout_ms == get.timeout_ms
+    assert (columns.timeout_ms, columns.eager) == (get.timeout_ms, get.eager)
 
 
 @pytest.mark.parametrize("count", [0, 1, 63, 64, 65, 128, 200])
@@ -321,4 +323,4 @@ def test_a_batch_of_any_size_is_packed_as_its_items_one_by_one(count: int) -> No
     assert Put(puts, 2, 3).pack() == head + codec.pack_items(Put.ITEM, 9, rows)
     gets = [GetItem(item.key, item.layout, item.extent) for item in puts]
     rows = [(key, layout, *extent) for key, layout, extent in gets]
-    assert Get(gets, 3).pack() == Get.HEAD.pack(count, 9 if count else 0, 3) + codec.pack_items(Get.ITEM, 9, rows)
+    assert Get(gets, 3).pack() == Get.HEAD.pack(count, 9 if count else 0, 0, 3) + codec.pack_items(Get.ITEM, 9, rows)

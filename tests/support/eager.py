@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -75,7 +75,11 @@ class Running:
 
 @asynccontextmanager
 async def store(
-    max_size: int = 96 * MIB, faults: FaultPlan | None = None, loopback: bool = False, **limits: Any
+    max_size: int = 96 * MIB,
+    faults: FaultPlan | None = None,
+    loopback: bool = False,
+    storage: Mapping[str, Any] | None = None,
+    **limits: Any,
 ) -> AsyncIterator[Running]:
     """A store in this process, whose clients may write in one namespace alone."""
     keys = {"default": {"key": KEY, "prefix": (b"\x01" + NAMESPACE).hex()}}
@@ -84,6 +88,7 @@ async def store(
             "network": {"address": "127.0.0.1:0", "auth_keys": keys},
             "memory": {"max_size": max_size},
             "limits": limits,
+            "storage": storage or {},
         }
     )
     transport = TcpServerTransport.from_config(config, faults=faults)

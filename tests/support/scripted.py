@@ -48,6 +48,10 @@ class ScriptedHandler:
         self.refuse: str | None = None
         self.on_request: Callable[[MessageType], Awaitable[None]] | None = None
         self.at_once: Callable[[MessageType, memoryview], bytes | None] | None = None
+        self.answers_twice = False
+        """Answer an eager get on the control connection, too."""
+        self.eager = False
+        """Whether the latest eager get was answered with its bytes."""
         self.running = 0
         self.max_running = 0
         self.statuses: list[Status] = []
@@ -93,7 +97,7 @@ class ScriptedHandler:
         """Everything has a task of its own here, unless a test says otherwise."""
         return None if self.at_once is None else self.at_once(MessageType(type), body)
 
-    async def handle(self, peer: ServerPeer, type: int, body: memoryview) -> bytes:
+    async def handle(self, peer: ServerPeer, type: int, body: memoryview) -> bytes | None:
         self.running += 1
         self.max_running = max(self.max_running, self.running)
         try:
@@ -101,7 +105,7 @@ class ScriptedHandler:
         finally:
             self.running -= 1
 
-    async def _handle(self, peer: ServerPeer, type: MessageType, body: memoryview) -> bytes:
+    async def _handle(self, peer: ServerPeer, type: MessageType, body: memoryview) -> bytes | None:
         self.counts[type.name] += 1
         if self.on_request is not None:
             await self.on_request(type)
@@ -113,7 +117,7 @@ class ScriptedHandler:
             deadline = soon(put.timeout_ms / 1000)
             if put.eager:
                 assert isinstance(peer.bulk, EagerBulk)
-                expected = peer.bulk.expect([item.extent.length for item in put.items])
+                expected = peer.bulk.eager_put([item.extent.length for item in put.items])
                 statuses = await expected.pull(range(len(moves)), moves, deadline)
                 await expected.finish(soon())
             else:
@@ -123,7 +127,18 @@ class ScriptedHandler:
         if type is MessageType.GET:
             get = Get.unpack(body)
             moves = [Move(item.extent, offset_of(item.key)) for item in get.items]
-            statuses = await peer.bulk.push(moves, soon(get.timeout_ms / 1000))
+            deadline = soon(get.timeout_ms / 1000)
+            if get.eager:
+                assert isinstance(peer.bulk, EagerBulk)
+                eager = peer.bulk.eager_get([item.extent.length for item in get.items])
+                answer = Get.pack_reply([GetResult(Status.OK, 0, 0, 0)] * len(moves))
+                statuses = await eager.push(moves, deadline, answer)
+                self.eager = eager.answered
+                if eager.answered and not self.answers_twice:
+                    self.statuses = statuses
+                    return None
+            else:
+                statuses = await peer.bulk.push(moves, deadline)
             self.statuses = statuses
             return Get.pack_reply([GetResult(status, 0, 0, 0) for status in statuses])
         if type is MessageType.DELETE:

@@ -148,6 +148,7 @@ class Rig:
     async def ask(self, peer: FakePeer, request: Request[Any]) -> Any:
         """A request through its wire form, both ways."""
         body = await self.handler.handle(peer, request.TYPE, memoryview(request.pack()))
+        assert body is not None
         return request.reply(memoryview(body))
 
     async def put(self, peer: FakePeer, values: dict[bytes, bytes], **changes: Any) -> list[Status]:

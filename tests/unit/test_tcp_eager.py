@@ -37,7 +37,7 @@ from memkv_vllm.transports.faults import (
     Throttle,
 )
 from memkv_vllm.transports.loopback import LoopbackClientTransport
-from memkv_vllm.transports.tcp import links
+from memkv_vllm.transports.tcp import eagerlink
 from memkv_vllm.transports.tcp.commands import FIRST_BYTES, Kind
 from memkv_vllm.transports.tcp.eager import MAX_EAGER_BYTES, MAX_EAGER_VALUES
 from memkv_vllm.transports.tcp.mover import LOOP_BYTES, STEP_BYTES, DataConnection, Traffic
@@ -81,7 +81,7 @@ def traffic() -> Iterator[list[Traffic]]:
 @pytest.fixture
 def eager_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client goes on with eager puts after one that was in vain: the next one shows that all is in step."""
-    monkeypatch.setattr(links, "HOLD_OFF", 0)
+    monkeypatch.setattr(eagerlink, "HOLD_OFF", 0)
 
 
 # -- which puts are eager, and that they arrive

@@ -23,7 +23,7 @@ from memkv_vllm.transports.streams import ControlStream
 from memkv_vllm.transports.tcp.attach import Attachable
 from memkv_vllm.transports.tcp.commands import FIRST_BYTES
 from memkv_vllm.transports.tcp.eager import MAX_EAGER_BYTES
-from memkv_vllm.transports.tcp.links import HOLD_OFF, EagerLink
+from memkv_vllm.transports.tcp.eagerlink import HOLD_OFF, EagerLink
 from memkv_vllm.transports.tcp.mover import EagerConnection, Traffic
 from memkv_vllm.types import Extent, MemoryKind, SessionId, Status
 from tests.support.eager import (

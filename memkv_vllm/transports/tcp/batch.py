@@ -49,7 +49,7 @@ class Batch:
         """Moves to carry out beside those that :meth:`seal` is given, each with its slot."""
         self.late: list[Late] = []
         self.transfers: list[Transfer] = []
-        self.is_coming = False
+        self.is_eager = False
         self._operation = operation
         self._num_slots = num_slots
         self._arena = arena
@@ -95,9 +95,9 @@ class Batch:
         if self.plain:
             self._append([slot for slot, _ in self.plain], [move for _, move in self.plain], memory)
 
-    def seal_coming(self, piece: Piece) -> None:
-        """Carry out ``piece`` and nothing else: the peer sends it without being asked."""
-        self.is_coming = True
+    def seal_eager(self, piece: Piece) -> None:
+        """Carry out ``piece`` and nothing else, over the eager connection."""
+        self.is_eager = True
         self._add([piece], self._arena.array.data)
 
     async def wait(self, timeout_s: float) -> None:

@@ -15,7 +15,8 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import anyio
@@ -29,9 +30,9 @@ from memkv_vllm.transports.memory import HostMemory
 from memkv_vllm.transports.regions import check_region
 from memkv_vllm.transports.sockets import tune_data
 from memkv_vllm.transports.tcp.batch import Batch
-from memkv_vllm.transports.tcp.eager import ExpectedPut, may_be_eager
+from memkv_vllm.transports.tcp.eager import TcpEagerGet, TcpEagerPut, may_be_eager
 from memkv_vllm.transports.tcp.mover import CLOSED, DataConnection, EagerConnection, Movers
-from memkv_vllm.transports.tcp.pieces import columns
+from memkv_vllm.transports.tcp.pieces import columns, cut
 from memkv_vllm.transports.tcp.queue import PieceQueue
 from memkv_vllm.types import Deadline, MemoryKind, Status
 
@@ -41,9 +42,12 @@ _log = logging.getLogger("memkv.transports.tcp")
 class _Coming(NamedTuple):
     """A pull whose bytes come without a READ."""
 
-    expected: ExpectedPut
+    expected: TcpEagerPut
     places: Sequence[int]
     """Of the moves, among the put's values."""
+
+
+_Run = Callable[[Batch, Deadline], Awaitable[None]]
 
 
 class TcpBulk:
@@ -86,8 +90,8 @@ class TcpBulk:
         self._eager: PieceQueue[DataConnection] = PieceQueue()
         """For the eager connection, which takes what comes in the order in which it was sent."""
         self._has_eager = False
-        self._expected: ExpectedPut | None = None
-        self._num_expected = 0
+        self._expected: TcpEagerPut | None = None
+        self._num_expected = self._num_eager_gets = 0
         self._connections: list[DataConnection] = []
         self._late: list[asyncio.TimerHandle] = []
         self._gone = anyio.Event()
@@ -127,7 +131,7 @@ class TcpBulk:
             raise StoreError("one eager connection per session")
 
     def attach(self, sock: socket.socket, ours: Sealer, theirs: Sealer, *, eager: bool = False) -> None:
-        """Use ``sock`` from now on, for eager puts or all else; owns it. After :meth:`fence` it is closed at once."""
+        """Use ``sock`` from now on, for eager requests or all else; owns it. After :meth:`fence` it is closed."""
         if self._gone.is_set() or (eager and self._has_eager):
             sock.close()  # two that asked at the same time have both been told that there is room
             return
@@ -141,17 +145,20 @@ class TcpBulk:
         self._connections.append(connection)
         connection.start()
 
-    def expect(self, lengths: Sequence[int]) -> ExpectedPut:
+    def eager_put(self, lengths: Sequence[int]) -> TcpEagerPut:
         """The peer sends values of these lengths; see ``memkv_vllm.transports.base.EagerBulk``."""
-        if not self._has_eager:
-            raise RemoteProtocolError("eager", "an eager put of a session without a connection for it")
+        self._check_eager("put", lengths)
         if self._expected is not None and not self._expected.finished:
             raise RemoteProtocolError("eager", "an eager put beside another one")
-        if not may_be_eager(lengths):
-            raise RemoteProtocolError("eager", f"an eager put of {len(lengths)} values, {sum(lengths)} bytes")
-        self._expected = ExpectedPut(self._num_expected, lengths, self._take_off, self._gone.is_set)
+        self._expected = TcpEagerPut(self._num_expected, lengths, self._take_off, self._gone.is_set)
         self._num_expected += 1
         return self._expected
+
+    def eager_get(self, lengths: Sequence[int]) -> TcpEagerGet:
+        """The peer awaits values of these lengths; see ``memkv_vllm.transports.base.EagerBulk``."""
+        self._check_eager("get", lengths)
+        self._num_eager_gets += 1
+        return TcpEagerGet(self._num_eager_gets - 1, self._push_with_answer)
 
     async def pull(self, moves: Sequence[Move], deadline: Deadline) -> list[Status]:
         """Copy out of the peer's memory; see the protocol."""
@@ -176,8 +183,30 @@ class TcpBulk:
 
     # -- transfers
 
+    def _check_eager(self, what: str, lengths: Sequence[int]) -> None:
+        if not self._has_eager:
+            raise RemoteProtocolError("eager", f"an eager {what} of a session without a connection for it")
+        if not may_be_eager(lengths):
+            raise RemoteProtocolError("eager", f"an eager {what} of {len(lengths)} values, {sum(lengths)} bytes")
+
+    async def _push_with_answer(
+        self, number: int, moves: Sequence[Move], deadline: Deadline, answer: bytes
+    ) -> tuple[list[Status], bool]:
+        batch = Batch(Operation.PUSH, len(moves), self._arena, self._loop, self._cut)
+        every = columns(moves)
+        slots = self._allowed(batch, every)
+        is_whole = self._faults is None or self._faults.idle
+        if not is_whole or not slots or len(slots) < len(every):
+            # What is broken is broken after the answer was made; and what is refused has another answer.
+            return await self.push(moves, deadline), False
+        (piece,) = cut(slots, every)
+        piece.number, piece.answer = number, answer
+        batch.seal_eager(piece)
+        statuses = await self._carry_out(batch, deadline)
+        return statuses, statuses.count(Status.OK) == len(statuses)
+
     async def _take_off(
-        self, expected: ExpectedPut, places: Sequence[int], moves: Sequence[Move], deadline: Deadline
+        self, expected: TcpEagerPut, places: Sequence[int], moves: Sequence[Move], deadline: Deadline
     ) -> list[Status]:
         return await self._transfer(Operation.PULL, moves, deadline, _Coming(expected, places))
 
@@ -185,20 +214,26 @@ class TcpBulk:
         self, operation: Operation, moves: Sequence[Move], deadline: Deadline, coming: _Coming | None = None
     ) -> list[Status]:
         batch = Batch(operation, len(moves), self._arena, self._loop, self._cut)
+        if self._faults is None:
+            if remaining(deadline, time.monotonic()) and not self._gone.is_set():
+                self._fill(batch, moves, {}, coming)
+            return await self._carry_out(batch, deadline)
+        return await self._carry_out(batch, deadline, partial(self._run_with_faults, operation, moves, coming))
+
+    async def _carry_out(self, batch: Batch, deadline: Deadline, run: _Run | None = None) -> list[Status]:
         if remaining(deadline, time.monotonic()) and not self._gone.is_set():
             self._batches.add(batch)
             try:
-                if self._faults is None:
-                    self._fill(batch, moves, {}, coming)
+                if run is None:
                     await self._run(batch, deadline)
                 else:
                     with anyio.move_on_after(remaining(deadline, time.monotonic())):
-                        await self._run_with_faults(batch, operation, moves, deadline, coming)
+                        await run(batch, deadline)
             finally:
                 self._batches.discard(batch)
                 for transfer in batch.transfers:
                     # What comes by itself is never left out: its bytes would be taken for those of the next put.
-                    if not batch.is_coming or not transfer.left:
+                    if not batch.is_eager or not transfer.left:
                         self._queue.drop(transfer)
         # FAILED promises that nothing moves any more; pieces that are under way may.
         return batch.statuses(Status.TIMEOUT if self._connections and not self._gone.is_set() else Status.FAILED)
@@ -209,7 +244,7 @@ class TcpBulk:
         every = columns(moves)
         slots = self._allowed(batch, every)
         if coming is not None:
-            batch.seal_coming(coming.expected.scatter({coming.places[slot]: slot for slot in slots}, every))
+            batch.seal_eager(coming.expected.scatter({coming.places[slot]: slot for slot in slots}, every))
             return
         if faults:
             for slot in slots:
@@ -238,7 +273,7 @@ class TcpBulk:
             await batch.wait(remaining(deadline, time.monotonic()))
 
     async def _run_with_faults(
-        self, batch: Batch, operation: Operation, moves: Sequence[Move], deadline: Deadline, coming: _Coming | None
+        self, operation: Operation, moves: Sequence[Move], coming: _Coming | None, batch: Batch, deadline: Deadline
     ) -> None:
         delay_s, faults = strike_moves(self._faults, operation, moves)
         if delay_s:
@@ -255,7 +290,7 @@ class TcpBulk:
                 await self._gone.wait()
 
     def _start(self, batch: Batch) -> None:
-        queue = self._eager if batch.is_coming else self._queue
+        queue = self._eager if batch.is_eager else self._queue
         for transfer in batch.transfers:
             if transfer.pieces:
                 for connection, work in queue.add(transfer):

@@ -19,14 +19,15 @@ from memkv_vllm.errors import (
     StoreError,
 )
 from memkv_vllm.protocol.auth import Credentials
-from memkv_vllm.protocol.messages import Put, Register, Request
+from memkv_vllm.protocol.messages import Get, GetResult, Put, Register, Request
 from memkv_vllm.protocol.session import Established, PeerKind
 from memkv_vllm.transports.base import Capabilities, Region, remaining
 from memkv_vllm.transports.control import ChannelStatistics, ControlChannel
 from memkv_vllm.transports.sockets import Address, dial, dial_address
 from memkv_vllm.transports.streams import ControlStream, SocketStream
 from memkv_vllm.transports.tcp.attach import attach
-from memkv_vllm.transports.tcp.links import EagerLink, Links
+from memkv_vllm.transports.tcp.eagerlink import EagerLink
+from memkv_vllm.transports.tcp.links import Links
 from memkv_vllm.transports.tls import TlsStream, client_context
 from memkv_vllm.types import Deadline, MemoryKind, Status
 
@@ -110,13 +111,18 @@ class TcpConnection:
 
     async def request(self, request: Request[R], deadline: Deadline) -> R:
         """Send a request and await its reply; see the protocol."""
-        eager = self._links.eager
-        if isinstance(request, Put):
+        if isinstance(request, Put | Get):
             if request.eager:
-                raise LocalProtocolError("whether a put is eager is chosen here")
+                raise LocalProtocolError("whether a request is eager is chosen here")
+            eager = self._links.eager
             # Where others are on their way already, the bytes of this one need not be early.
-            if eager is not None and not self._channel.num_pending and eager.claim([x.extent for x in request.items]):
-                return await self._put_eagerly(request, eager, deadline)
+            if eager is not None and not self._channel.num_pending:
+                extents = [item.extent for item in request.items]
+                if isinstance(request, Get):
+                    if eager.claim_get(extents):
+                        return await self._get_eagerly(request, eager, deadline)
+                elif eager.claim_put(extents):
+                    return await self._put_eagerly(request, eager, deadline)
         return await self._channel.request(request, deadline)
 
     async def fence(self, deadline: Deadline) -> None:
@@ -142,7 +148,7 @@ class TcpConnection:
 
     async def _put_eagerly(self, put: Put, eager: EagerLink, deadline: Deadline) -> list[Status]:
         try:
-            statuses = await self._channel.request(replace(put, eager=True), deadline, sent=eager.send)
+            statuses = await self._channel.request(replace(put, eager=True), deadline, sent=lambda _: eager.send())
         except (NotSent, LocalProtocolError):
             eager.release()
             raise
@@ -154,6 +160,22 @@ class TcpConnection:
         await self._await_sent(eager, deadline)
         eager.release(in_vain=Status.OK not in statuses)
         return statuses
+
+    async def _get_eagerly(self, get: Get, eager: EagerLink, deadline: Deadline) -> list[GetResult]:
+        try:
+            results = await self._channel.request(replace(get, eager=True), deadline, sent=eager.receive)
+        except (NotSent, LocalProtocolError):
+            eager.release()
+            raise
+        except StoreError:
+            # Refused before anybody looked at it: the server does not know which one the next would be.
+            eager.stop()
+            raise
+        if any(result.status is Status.TIMEOUT for result in results):
+            eager.stop()  # some of the bytes may still come
+        else:
+            eager.release()
+        return results
 
     async def _await_sent(self, eager: EagerLink, deadline: Deadline) -> None:
         """The caller may use its memory anew after this."""

@@ -1,16 +1,20 @@
-"""Eager puts: the client sends the bytes right behind the PUT, over a connection that has no other use.
+"""Eager puts and gets: bytes without READ and WRITTEN, over a connection that has no other use.
 
-What MPI and UCX call the eager protocol, beside the rendezvous of a READ: it saves a small put the trip on which the
+What MPI and UCX call the eager protocol, beside the rendezvous of a READ. It saves a small put the trip on which the
 server asks for the bytes, and lets them travel while the server makes room. What the server has no room for is sent in
-vain, so large puts are not eager. One eager put is under way at a time per session: then nothing has to say which bytes
-belong to which PUT, and a put that waits for its turn at the server holds up no other one's bytes.
+vain, so large puts are not eager. A small get is answered in one go with its bytes: each trip less saves two ends that
+would sleep and be woken.
 
-    client: PUT with the flag, on the control connection; SENT and all bytes in order of the values, on the eager one
-    server: takes the bytes off when it has its turn, into the arena, or nowhere where it does not want a value; then it
-            answers, with all of them off: what comes next on the connection belongs to the next put
+    put: the client sends PUT with the flag on the control connection, and SENT and all bytes, in order of the values,
+         on the eager one. The server takes the bytes off when it has its turn, into the arena, or nowhere where it does
+         not want a value; then it answers, with all of them off: what comes next belongs to the next put.
+    get: the client sends GET with the flag. Where all that is found is in memory the server sends ANSWER, which has the
+         answer, and the bytes of the values in their order, on the eager connection. Else it does, and answers, as for
+         any other get.
 
-A client may send the next eager put once it has the answer to the one before and has sent all of its bytes. One whose
-bytes have not come by the put's deadline is cut.
+One eager request of a client is under way at a time: then nothing has to say which bytes belong to which PUT, and one
+that waits for its turn at the server holds up no other one's bytes. A client may send the next one once it has the
+answer to the one before and has sent all of its bytes. One whose bytes have not come by the put's deadline is cut.
 """
 
 from __future__ import annotations
@@ -23,17 +27,21 @@ from memkv_vllm.transports.tcp.pieces import Piece, scatter
 from memkv_vllm.types import Deadline, Status
 
 MAX_EAGER_BYTES = 8 << 20
+MAX_EAGER_GET_BYTES = 512 << 10
+"""The client's loop takes them off, in a call or two. Each further one takes the interpreter lock again, for which it
+may wait as long as vLLM lets it: beside a thread that computes all the time, gets of 1 MiB took a third longer so, of
+4 MiB three times as long."""
 MAX_EAGER_VALUES = 256
 """With what is dropped between them in pieces of 256 KiB: far below what one ``recvmsg`` takes (1024)."""
 
 
-def may_be_eager(lengths: Sequence[int]) -> bool:
+def may_be_eager(lengths: Sequence[int], most_bytes: int = MAX_EAGER_BYTES) -> bool:
     """Whether values of these lengths, in bytes, may be sent so."""
-    return len(lengths) <= MAX_EAGER_VALUES and 0 < sum(lengths) <= MAX_EAGER_BYTES
+    return len(lengths) <= MAX_EAGER_VALUES and 0 < sum(lengths) <= most_bytes
 
 
-class ExpectedPut:
-    """One eager put at the server; see ``memkv_vllm.transports.base.Expected``.
+class TcpEagerPut:
+    """One eager put at the server; see ``memkv_vllm.transports.base.EagerPut``.
 
     Args:
         number: of the put, counted from 0 in its session.
@@ -75,4 +83,28 @@ class ExpectedPut:
         self.finished = True
 
 
-TakeOff = Callable[[ExpectedPut, Sequence[int], Sequence[Move], Deadline], Awaitable[list[Status]]]
+TakeOff = Callable[[TcpEagerPut, Sequence[int], Sequence[Move], Deadline], Awaitable[list[Status]]]
+
+
+class TcpEagerGet:
+    """One eager get at the server; see ``memkv_vllm.transports.base.EagerGet``.
+
+    Args:
+        number: of the get, counted from 0 in its session.
+        push: pushes moves with an answer before their bytes; says whether that was done.
+    """
+
+    def __init__(self, number: int, push: PushWithAnswer) -> None:
+        self.answered = False
+        self.number = number
+        self._push = push
+
+    async def push(self, moves: Sequence[Move], deadline: Deadline, answer: bytes) -> list[Status]:
+        """Push, and answer if it can be done; see the protocol."""
+        if self.answered:
+            raise LocalProtocolError("a get is answered once")
+        statuses, self.answered = await self._push(self.number, moves, deadline, answer)
+        return statuses
+
+
+PushWithAnswer = Callable[[int, Sequence[Move], Deadline, bytes], Awaitable[tuple[list[Status], bool]]]

@@ -253,10 +253,12 @@ class DataConnection:
             pass
         if self._out:
             self._watch.arm(WRITE)
-        else:
+        elif self._in_bytes:
             self._state = _State.RECEIVING
             self._await_bytes()
             self._watch.arm(READ)
+        else:
+            self._finish()
 
     def _receive(self) -> None:
         try:
@@ -325,7 +327,7 @@ class DataConnection:
 
 
 class EagerConnection(DataConnection):
-    """The one data connection whose client sends by itself: before or after it is known what for.
+    """The one data connection whose client sends by itself, before or after it is known what for, and answers nothing.
 
     Nobody looks at it in between. Bytes that nobody asked for yet wait in the kernel, as many as it takes, and that the
     client has gone is seen on the other connections.
@@ -335,7 +337,14 @@ class EagerConnection(DataConnection):
         self._watch.arm(NOTHING)
 
     def _command(self, work: Work) -> list[memoryview]:
-        return []
+        if work.transfer.operation is Operation.PULL:
+            return []
+        return [memoryview(self._sealer.pack_answer(work.piece.number, work.piece.answer))]
+
+    def _prepare(self, work: Work) -> None:
+        super()._prepare(work)
+        if work.transfer.operation is Operation.PUSH:
+            self._in, self._in_bytes = [], 0  # the client's memory is its own business
 
     def _check_reply(self) -> None:
         # What the client sent for another put would be stored as this one's, and be right by every other check.

@@ -33,7 +33,8 @@ class Piece:
         slots: the moves of the batch that have bytes in it.
         num_bytes: of all of it.
         done: all its bytes are in place.
-        number: of an eager put, counted from 0 in its session.
+        number: of an eager put or get, counted from 0 in its session.
+        answer: to an eager get, sent before the bytes.
     """
 
     remote: list[Extent] = field(default_factory=list)
@@ -42,6 +43,7 @@ class Piece:
     num_bytes: int = 0
     done: bool = False
     number: int = 0
+    answer: bytes = b""
 
 
 def columns(moves: Sequence[Move]) -> Moves:
