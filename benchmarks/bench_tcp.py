@@ -43,17 +43,19 @@ Emit = Callable[[dict[str, object]], None]
 
 
 def one_round(number: int, options: argparse.Namespace, emit: Emit) -> None:
-    """Every case once, with a server and a client of its own."""
+    """Every case once; a server and a client of its own for each size, so that no put evicts values of another one."""
     times = Durations(options.warm, options.seconds)
-    with ExitStack() as stack:
-        server = stack.enter_context(ServerProcess(MIN_ARENA_BYTES, transport="tcp", idle_poll_us=options.idle_poll_us))
-        staging = stack.enter_context(staging_memory("bench-staging"))
-        driver = stack.enter_context(
-            TransportDriver(
-                server.port, server.key, server.pid, staging, "tcp", num_connections=options.num_connections
+    for value_bytes in options.sizes:
+        with ExitStack() as stack:
+            server = stack.enter_context(
+                ServerProcess(MIN_ARENA_BYTES, transport="tcp", idle_poll_us=options.idle_poll_us)
             )
-        )
-        for value_bytes in options.sizes:
+            staging = stack.enter_context(staging_memory("bench-staging"))
+            driver = stack.enter_context(
+                TransportDriver(
+                    server.port, server.key, server.pid, staging, "tcp", num_connections=options.num_connections
+                )
+            )
             for workers in options.workers:
                 for batch in options.batches:
                     shape = Shape(value_bytes, batch, workers)
@@ -64,14 +66,14 @@ def one_round(number: int, options: argparse.Namespace, emit: Emit) -> None:
                             call = partial(driver.measure, op, shape, rings, check=verify == "full", times=times)
                             case = Case(PEER, op, value_bytes, batch, workers, verify, number)
                             emit(measure_case(case, call))
-        if options.limit:
-            with TcpLimit(MAX_BATCH_BYTES) as limit:
-                for value_bytes in options.sizes:
-                    for batch in options.batches:
-                        shape = Shape(value_bytes, batch, 1)
-                        for op in ("put", "get"):
-                            case = Case(LIMIT, op, value_bytes, batch, 1, "off", number)
-                            emit(measure_case(case, partial(limit.measure, op, shape, times)))
+    if options.limit:
+        with TcpLimit(MAX_BATCH_BYTES) as limit:
+            for value_bytes in options.sizes:
+                for batch in options.batches:
+                    shape = Shape(value_bytes, batch, 1)
+                    for op in ("put", "get"):
+                        case = Case(LIMIT, op, value_bytes, batch, 1, "off", number)
+                        emit(measure_case(case, partial(limit.measure, op, shape, times)))
 
 
 def peer_round(number: int, command: str, folder: Path | None, emit: Emit) -> None:

@@ -20,9 +20,10 @@ Life of a client connection:
 
 Bulk is one-sided and driven by the server: ``pull`` moves a client's bytes into local memory, ``push`` moves
 local bytes into the client's. Both return a status per move and only after the bytes are in place (the answer
-must not overtake them). After cancellation or a deadline of ``pull`` or ``push`` bytes may still move: the
-local extents may be reused only after ``fence`` of that peer. A transport translates every foreign exception
-(``OSError``, a library's) at its own edge into ``memkv_vllm.errors``.
+must not overtake them; that to an eager get goes with them, and is there when they are). After cancellation or
+a deadline of ``pull`` or ``push`` bytes may still move: the local extents may be reused only after ``fence`` of
+that peer. A transport translates every foreign exception (``OSError``, a library's) at its own edge into
+``memkv_vllm.errors``.
 
 Threads: everything here is called on one event loop, the owner's. ``post``-like work that blocks runs in
 worker threads of the transport, outside the interpreter lock.

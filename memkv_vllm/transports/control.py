@@ -82,7 +82,7 @@ class ControlChannel:
         self._closing = False
         self._ended: MemkvError | None = None
         self._sent = self._replies = self._late_replies = 0
-        self._otherwise = 0
+        self._otherwise = -1
         """The latest request whose reply came another way."""
 
     @classmethod
@@ -293,7 +293,8 @@ class ControlChannel:
     def _take(self, reply: ReplyReceived) -> None:
         pending = self._pending.pop(reply.request_id, None)
         if pending is None and reply.request_id == self._otherwise:
-            return  # the server did not see in time that its answer was sent: it ends the session next
+            # It gave the data path up in the very moment in which the answer went.
+            raise ConnectionLost(f"{self._label} answered a {reply.type.name} twice: its data path is gone")
         if pending is None:
             raise RemoteProtocolError("request_id", f"a reply to a request {reply.request_id} that was never sent")
         if pending.has_place:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from memkv_vllm.transports.base import Move
 from memkv_vllm.transports.tcp import pieces
 from memkv_vllm.transports.tcp.eager import MAX_EAGER_BYTES, MAX_EAGER_VALUES, may_be_eager
-from memkv_vllm.transports.tcp.pieces import NOWHERE, advance, first_bytes, joined, scatter, views
+from memkv_vllm.transports.tcp.pieces import NOWHERE, advance, are_disjoint, first_bytes, joined, scatter, views
 from memkv_vllm.types import Extent
 
 UNTOUCHED = 255
@@ -116,6 +116,12 @@ def test_joined_extents_are_the_same_bytes_in_as_few_spans_as_can_be(extents: li
     assert all(span.length for span in spans)
     for span, following in zip(spans, spans[1:], strict=False):
         assert (following.region, following.offset) != (span.region, span.offset + span.length)
+
+
+@given(st.lists(st.builds(Extent, st.integers(1, 2), st.integers(0, 20), st.integers(1, 5)), max_size=5))
+def test_extents_are_disjoint_when_no_byte_is_in_two(extents: list[Extent]) -> None:
+    addresses = [(one.region, one.offset + at) for one in extents for at in range(one.length)]
+    assert are_disjoint(extents) == (len(set(addresses)) == len(addresses))
 
 
 @given(st.lists(st.tuples(st.just(NOWHERE) | st.integers(0, 40), st.integers(1, 30))))

@@ -6,7 +6,9 @@ its transfer ends with TIMEOUT, after which the store fences the session.
 
 About pushes that are given up: their bytes may still reach the client's regions until the session is fenced, and after
 that may stand in its socket's buffers. They are never used: the request was not answered with OK, and what the kernel
-holds are copies, so the arena's extents may be used anew at once.
+holds are copies, so the arena's extents may be used anew at once. (The last bytes of an eager get may leave, with the
+answer, a moment after it was given up here: then its client has whole values, and ends the session at the second
+answer.)
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ from memkv_vllm.errors import (
     ConnectError,
     FenceTimeout,
     LocalProtocolError,
-    NotSent,
     RequestTimeout,
     StoreError,
 )
@@ -149,13 +148,13 @@ class TcpConnection:
     async def _put_eagerly(self, put: Put, eager: EagerLink, deadline: Deadline) -> list[Status]:
         try:
             statuses = await self._channel.request(replace(put, eager=True), deadline, sent=lambda _: eager.send())
-        except (NotSent, LocalProtocolError):
-            eager.release()
-            raise
         except StoreError:
             # Refused before anybody looked at it: nobody takes its bytes off either, so this was the last eager put.
             eager.stop()
             await self._await_sent(eager, deadline)
+            raise
+        except BaseException:
+            eager.release_unsent()
             raise
         await self._await_sent(eager, deadline)
         eager.release(in_vain=Status.OK not in statuses)
@@ -163,13 +162,15 @@ class TcpConnection:
 
     async def _get_eagerly(self, get: Get, eager: EagerLink, deadline: Deadline) -> list[GetResult]:
         try:
-            results = await self._channel.request(replace(get, eager=True), deadline, sent=eager.receive)
-        except (NotSent, LocalProtocolError):
-            eager.release()
-            raise
+            results = await self._channel.request(
+                replace(get, eager=True), deadline, sent=lambda take: eager.receive(take, self._channel.fail)
+            )
         except StoreError:
             # Refused before anybody looked at it: the server does not know which one the next would be.
             eager.stop()
+            raise
+        except BaseException:
+            eager.release_unsent()
             raise
         if any(result.status is Status.TIMEOUT for result in results):
             eager.stop()  # some of the bytes may still come

@@ -7,6 +7,7 @@ never block: each thread that is woken costs it more than the copy, and takes th
 from __future__ import annotations
 
 import asyncio
+import logging
 import select
 import socket
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from queue import SimpleQueue
 
 import anyio
 
-from memkv_vllm.errors import MemkvError, RemoteProtocolError
+from memkv_vllm.errors import ConnectionLost, MemkvError, RemoteProtocolError
 from memkv_vllm.protocol.auth import Sealer
 from memkv_vllm.protocol.frame import MAC_BYTES
 from memkv_vllm.protocol.messages import Get
@@ -22,9 +23,13 @@ from memkv_vllm.transports.memory import HostMemory
 from memkv_vllm.transports.tcp.commands import FIRST_BYTES, CommandOpener, Kind
 from memkv_vllm.transports.tcp.datalink import DataLink
 from memkv_vllm.transports.tcp.eager import MAX_EAGER_BYTES, MAX_EAGER_GET_BYTES, may_be_eager
-from memkv_vllm.transports.tcp.pieces import advance, joined
+from memkv_vllm.transports.tcp.pieces import advance, are_disjoint, joined
 from memkv_vllm.types import Extent
 
+_log = logging.getLogger("memkv.transports.tcp")
+
+BROKEN_S = 1.0
+"""How long the server has to say why it ended the connection of a get."""
 HOLD_OFF = 16
 """Where values are there already, or refused, all bytes would travel for nothing, and the answers wait for them."""
 
@@ -58,6 +63,7 @@ class EagerLink(DataLink):
         self._sent: asyncio.Future[None] | None = None
         self._answer: _Answer | None = None
         self._answered: Callable[[bytes], None] = _ignore
+        self._lost: Callable[[MemkvError], None] = _ignore
         self._num_gets = 0
         self._failure: Exception | None = None
         """What the loop met; the thread ends with it."""
@@ -79,7 +85,7 @@ class EagerLink(DataLink):
 
     def claim_get(self, extents: Sequence[Extent]) -> bool:
         """Begin an eager get into ``extents``, to be ended by :meth:`release`; False: it is to be none."""
-        return self._may_begin(extents, MAX_EAGER_GET_BYTES) and self._claim(extents)
+        return self._may_begin(extents, MAX_EAGER_GET_BYTES) and are_disjoint(extents) and self._claim(extents)
 
     def release(self, *, in_vain: bool = False) -> None:
         """Both ends are through with it: another one may begin. One that is never released stays the last.
@@ -94,6 +100,11 @@ class EagerLink(DataLink):
         self._free = True
         if in_vain:
             self._held_off = HOLD_OFF
+
+    def release_unsent(self) -> None:
+        """The request has failed: if nothing of it was sent, another one may begin."""
+        if self._claimed:
+            self.release()
 
     # -- puts
 
@@ -118,18 +129,19 @@ class EagerLink(DataLink):
 
     # -- gets
 
-    def receive(self, answered: Callable[[bytes], None]) -> None:
+    def receive(self, answered: Callable[[bytes], None], lost: Callable[[MemkvError], None]) -> None:
         """Take off the answer if it comes here, once the GET is on its way.
 
         Args:
             answered: called with it when all bytes are in place.
+            lost: called when the connection has ended before, and the server had time to say why on its other one.
         """
         number, self._num_gets = self._num_gets, self._num_gets + 1
         if self._stopping:
             return
         self._opener.expect(number)
         self._answer, self._claimed = _Answer(self._opener, self._claimed), []
-        self._answered = answered
+        self._answered, self._lost = answered, lost
         self._loop.add_reader(self._sock, self._on_readable)
 
     # -- inside
@@ -157,12 +169,16 @@ class EagerLink(DataLink):
                 return
         except (BlockingIOError, InterruptedError):
             return
-        except OSError:
+        except OSError as error:
             # The server ends data connections when it fences us; what it means for us it says on the control channel.
+            self._loop.call_later(BROKEN_S, self._lost, ConnectionLost(f"the eager connection ended: {error}"))
             self.stop()
             return
         except Exception as error:
-            self._failure = error
+            if not isinstance(error, MemkvError):
+                _log.exception("an eager connection failed by a fault of this client")
+            # Without its traceback, in which the places of the bytes are: whoever keeps the error holds no memory.
+            self._failure = error.with_traceback(None)
             self.stop()
             return
         self._end_receiving()
@@ -171,7 +187,7 @@ class EagerLink(DataLink):
     def _end_receiving(self) -> None:
         if self._answer is not None:
             self._answer = None
-            self._answered = _ignore
+            self._answered = self._lost = _ignore
             self._loop.remove_reader(self._sock)
 
     def _serve(self) -> None:
@@ -266,7 +282,7 @@ class _Answer:
         advance(self._left, len(come))
 
 
-def _ignore(_: bytes) -> None:
+def _ignore(_: object) -> None:
     """Nobody awaits an answer."""
 
 

@@ -258,7 +258,7 @@ class DataConnection:
             self._await_bytes()
             self._watch.arm(READ)
         else:
-            self._finish()
+            self._finish(at_once=False)
 
     def _receive(self) -> None:
         try:
@@ -292,13 +292,19 @@ class DataConnection:
         pull = self._work is not None and self._work.transfer.operation is Operation.PULL
         self._opener.open(self._reply, Kind.SENT if pull else Kind.WRITTEN)
 
-    def _finish(self) -> None:
+    def _finish(self, *, at_once: bool = True) -> None:
+        """Nothing is left of a piece: begin with the next one, or when the socket is ready for it."""
         work, self._state = self._drop_work(), _State.IDLE
         following = self._queue.take(self)
         if work is not None:
             self._queue.done(work)
         if following is None:
             self._rest()
+            return
+        if not at_once:
+            # Any number of pieces that nobody answers may wait: neither in one call of the loop, nor within each other.
+            self._prepare(following)
+            self._watch.arm(WRITE)
             return
         if self._watch is self._by_loop:
             self._begin_on_loop(following)

@@ -169,6 +169,16 @@ def joined(extents: Iterable[Extent]) -> list[Extent]:
     return spans
 
 
+def are_disjoint(extents: Iterable[Extent]) -> bool:
+    """Whether no two of ``extents`` have a byte in common."""
+    region_before = end = -1
+    for region, offset, length in sorted(extents):
+        if region == region_before and offset < end:
+            return False
+        region_before, end = region, offset + length
+    return True
+
+
 def views(memory: memoryview, spans: Iterable[tuple[int, int]]) -> list[memoryview]:
     """Where the bytes of ``spans`` (offset or ``NOWHERE``, length) lie in ``memory``."""
     found: list[memoryview] = []
