@@ -183,11 +183,12 @@ async def test_a_request_that_is_cancelled_leaves_the_channel_whole(moment: str)
         await all_places_are_free(made, stream)
 
 
-async def test_the_end_is_known_at_once_to_whoever_asks_next() -> None:
+@pytest.mark.parametrize("request_id", [0, 99])
+async def test_the_end_is_known_at_once_to_whoever_asks_next(request_id: int) -> None:
     async with channel() as (made, stream):
         task = asyncio.ensure_future(made.request(Stat(), soon()))
         await wait_until(lambda: stream.requests, "it is sent")
-        stream.pair.server.send_reply(99, MessageType.STAT, b"{}")
+        stream.pair.server.send_reply(request_id, MessageType.STAT, b"{}")
         assert stream.take is not None
         with pytest.raises(RemoteProtocolError):
             stream.take(stream.pair.server.data_to_send())
